@@ -1,0 +1,60 @@
+"""What an attention backend is: it stores a step's keys and values in the paged pool and attends over it.
+
+A backend is one file behind `registry.py`. It knows pages and lengths, not requests, models or schedules.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_batch.batch import ForwardBatch
+
+
+@dataclass(frozen=True)
+class AttnSpec:
+    """How one layer attends.
+
+    Attributes:
+        scale: factor on q·k, usually head_dim ** -0.5.
+        window: a token sees this many tokens back (itself included); None sees all.
+    """
+
+    scale: float
+    window: int | None = None
+
+
+class AttentionBackend(ABC):
+    """Causal attention of a step's rows over the paged KV pool."""
+
+    @abstractmethod
+    def prepare_metadata(self, batch: ForwardBatch) -> None:
+        """Compute what all layers of this step share and leave it in `batch.attention`."""
+
+    @abstractmethod
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, spec: AttnSpec, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Store k and v of this step's tokens, then attend.
+
+        Args:
+            q: (num_tokens, num_heads, head_dim).
+            k: (num_tokens, num_kv_heads, head_dim), after norm and RoPE.
+            v: (num_tokens, num_kv_heads, head_dim).
+            layer: which layer's part of the pool.
+            spec: scale and window of that layer.
+            batch: the step, after `prepare_metadata`.
+
+        Returns:
+            (num_tokens, num_heads, head_dim), in q's dtype.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What a forward pass needs besides tensors: the step and the backend. Made by the engine for each step."""
+
+    batch: ForwardBatch
+    attention: AttentionBackend

@@ -1,0 +1,77 @@
+"""One engine step: what the scheduler decided (host arrays) and what the model reads (device tensors).
+
+Rows of a step are ordered `[decode rows | extend rows]`. A decode row computes one token; an extend row computes a
+piece of its prompt. Lengths of row i, as half-open ranges of its token positions:
+
+    [0, kv_lens[i] - q_lens[i])             KV already in the pool
+    [kv_lens[i] - q_lens[i], kv_lens[i])    computed in this step
+
+The scheduler makes a ScheduledBatch; the engine turns it into a ForwardBatch; models and attention backends read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """The scheduler's decision for one step. All arrays have one entry per row unless noted.
+
+    Attributes:
+        slots: each row's line in the page table and token pool.
+        q_lens: tokens computed in this step.
+        kv_lens: tokens whose KV is in the pool after this step.
+        num_decode: how many leading rows are decode rows.
+        samples: rows that get a new token; an extend row whose piece isn't the last gets none.
+    """
+
+    slots: IntArray
+    q_lens: IntArray
+    kv_lens: IntArray
+    num_decode: int
+    samples: npt.NDArray[np.bool_]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.q_lens.sum())
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_decode == self.num_rows
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step on the device.
+
+    Attributes:
+        host: the decision that this is made of.
+        input_ids: (num_tokens,) int32.
+        positions: (num_tokens,) int32; position of each token in its sequence.
+        out_loc: (num_tokens,) int32; where each token's KV goes: page * page_size + offset.
+        slots: (num_rows,) int32.
+        page_table: (max_running + 1, max_pages_per_row) int32; the whole table, lines are picked by `slots`.
+        sample_tokens: (num_samples,) int64; which of the step's tokens give logits.
+        attention: what the attention backend's `prepare_metadata` made for its own use.
+    """
+
+    host: ScheduledBatch
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_loc: torch.Tensor
+    slots: torch.Tensor
+    page_table: torch.Tensor
+    sample_tokens: torch.Tensor
+    attention: Any = None

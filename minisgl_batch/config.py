@@ -1,0 +1,58 @@
+"""The engine's options, as users give them.
+
+`None` or "auto" means "not given"; `minisgl_batch.engine` resolves every such value once, when it knows the model and
+the device. Nothing changes a config after it was made. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from minisgl_batch.errors import InvalidParameterError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+CacheKind = Literal["radix", "naive"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine.
+
+    Attributes:
+        model: "demo", a local folder in Hugging Face format, or a hub id.
+        page_size: tokens per KV page.
+        num_pages: pages of the KV pool; without it, from the free memory and `memory_ratio`.
+        max_running: most requests in one decode step.
+        max_prefill_tokens: token budget of one prefill step; also bounds how long an abort takes.
+        max_seq_len: longest prompt + output in tokens; without it, the model's context.
+        memory_ratio: share of the device's memory for weights and KV pool together.
+        dtype: compute type; "auto" is the checkpoint's, or float32 on CPUs without fast bfloat16.
+        attention_backend: a registered name, "prefill,decode" for two of them, or "auto".
+        cache: "radix" reuses prefixes; "naive" never does.
+        overlap: prepare step N+1 while N runs; without it, on for GPUs and off for CPUs.
+        dummy_weights: random weights instead of the checkpoint's, for benchmarks.
+        device: "cuda", "cpu" or "auto".
+    """
+
+    model: str
+    page_size: int | None = None
+    num_pages: int | None = None
+    max_running: int | None = None
+    max_prefill_tokens: int | None = None
+    max_seq_len: int | None = None
+    memory_ratio: float = 0.9
+    dtype: Dtype = "auto"
+    attention_backend: str = "auto"
+    cache: CacheKind = "radix"
+    overlap: bool | None = None
+    dummy_weights: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "num_pages", "max_running", "max_prefill_tokens", "max_seq_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidParameterError(name, f"must be at least 1, got {value}")
+        if not 0.0 < self.memory_ratio <= 1.0:
+            raise InvalidParameterError("memory_ratio", f"must be in (0, 1], got {self.memory_ratio:g}")
