@@ -1,0 +1,169 @@
+"""The nouns of the service as records: job, row, result row. MessagePack in Redis, Parquet at the end.
+
+Records carry a schema version, which clients and workers check before they read anything else. Knows nothing of Redis,
+Parquet or torch.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Literal
+
+import msgspec
+
+from minisgl_batch.errors import SchemaVersionError
+from minisgl_batch.sampling_params import SamplingParams
+
+SCHEMA_VERSION = 1
+MAX_CHUNK_ROWS = 256
+
+
+class JobState(str, Enum):
+    """Where a job is in its life; the last four are final."""
+
+    SUBMITTING = "submitting"
+    QUEUED = "queued"
+    RUNNING = "running"
+    CANCELING = "canceling"
+    FINALISING = "finalising"
+    FINISHED = "finished"  # every row succeeded
+    PARTIAL = "partial"  # complete, but some rows are error rows
+    FAILED = "failed"  # could not be finished; the manifest says why
+    CANCELED = "canceled"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (JobState.FINISHED, JobState.PARTIAL, JobState.FAILED, JobState.CANCELED)
+
+
+class Priority(str, Enum):
+    """Which ring of jobs is served first."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+
+class InputInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was read, for the manifest.
+
+    Attributes:
+        source: path or URI as the user gave it ("-" is stdin, "" is rows given by a program).
+        sha256: of the input's bytes as read (before decompression); "" for rows given by a program.
+        num_bytes: of the same.
+    """
+
+    source: str = ""
+    sha256: str = ""
+    num_bytes: int = 0
+
+
+class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a job is; fixed at submit.
+
+    Attributes:
+        job_id: unique; also the default name of the output folder.
+        model: the served model's name that workers of this queue have.
+        num_rows, chunk_rows: rows in all and per chunk; chunk c holds rows [c * chunk_rows, (c + 1) * chunk_rows).
+        output: absolute folder that the parts, the manifest and `_SUCCESS` go to.
+        params: sampling of rows that don't say otherwise.
+        seed: job seed; a row without a seed of its own derives one from it and its index.
+        system: system message put before each row's messages that have none.
+        priority: which ring of jobs.
+        submitted_at: Unix seconds, the client's clock.
+        token_ids: write the `output_token_ids` column.
+        input: what was read.
+    """
+
+    job_id: str
+    model: str
+    num_rows: int
+    chunk_rows: int
+    output: str
+    params: SamplingParams = SamplingParams()
+    seed: int = 0
+    system: str | None = None
+    priority: Priority = Priority.NORMAL
+    submitted_at: float = 0.0
+    token_ids: bool = False
+    input: InputInfo = InputInfo()
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_rows // self.chunk_rows)
+
+    def chunk_range(self, chunk: int) -> range:
+        """The row indices of a chunk."""
+        start = chunk * self.chunk_rows
+        return range(start, min(start + self.chunk_rows, self.num_rows))
+
+
+class RowError(msgspec.Struct, frozen=True):
+    """Why a row has no text.
+
+    Attributes:
+        type: one word for programs, such as "invalid_request", "prompt_too_long", "worker_lost".
+        message: what is wrong and what to do, for people.
+    """
+
+    type: str
+    message: str
+
+
+class Row(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One prompt of a job. Exactly one of `prompt`, `messages`, `prompt_token_ids`, `error` is set.
+
+    Attributes:
+        row_index: its position in the job, from 0.
+        custom_id: the user's own name for it, "" when not given.
+        prompt: text, tokenized as it is.
+        messages: chat messages as given, rendered by the model's chat template.
+        prompt_token_ids: token ids, used as they are.
+        params: what the row itself says about sampling.
+        metadata: the row's `metadata`, as JSON text ("" when not given).
+        error: set by the reader when the input's row is faulty and the job records such rows.
+    """
+
+    row_index: int
+    custom_id: str = ""
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_token_ids: list[int] | None = None
+    params: SamplingParams = SamplingParams()
+    metadata: str = ""
+    error: RowError | None = None
+
+
+class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One finished sample of a row: a line of the result dataset (timestamps in Unix seconds)."""
+
+    row_index: int
+    sample_index: int = 0
+    custom_id: str = ""
+    status: Literal["ok", "error"] = "ok"
+    text: str = ""
+    finish_reason: Literal["stop", "length", "abort", "error"] = "stop"
+    stop_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    output_token_ids: list[int] | None = None
+    seed: int | None = None
+    error: RowError | None = None
+    model: str = ""
+    queued_at: float = 0.0
+    started_at: float | None = None
+    finished_at: float = 0.0
+    ttft_ms: float | None = None
+    metadata: str = ""
+
+
+def check_schema_version(version: int, what: str) -> None:
+    """Raise SchemaVersionError unless this release reads records of `version`."""
+    if version != SCHEMA_VERSION:
+        newer = "newer" if version > SCHEMA_VERSION else "older"
+        raise SchemaVersionError(
+            f"{what} was written by a {newer} release (schema {version}, this release reads {SCHEMA_VERSION}): "
+            "use the same minisgl-batch version on clients and workers"
+        )
