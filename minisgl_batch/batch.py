@@ -5,25 +5,49 @@ piece of its prompt. Lengths of row i, as half-open ranges of its token position
 
     [0, kv_lens[i] - q_lens[i])             KV already in the pool
     [kv_lens[i] - q_lens[i], kv_lens[i])    computed in this step
+    [kv_lens[i], kv_lens[i] + 1)            sampled in this step, where samples[i]
 
-The scheduler makes a ScheduledBatch; the engine turns it into a ForwardBatch; models and attention backends read it.
+The scheduler makes a ScheduledBatch; the engine turns it into a ForwardBatch; models and attention backends read that.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from minisgl_batch.sampling_params import EngineSampling
+
+if TYPE_CHECKING:
+    import torch
 
 IntArray = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class TableEdits:
+    """Changes of the page table and the token pool since the last step; the engine makes them before it runs a step.
+
+    Attributes:
+        page_index, pages: flat positions in the page table, row by row, and what to write there. A position that
+            stands there twice has the same value twice.
+        token_index, tokens: the same for the token pool.
+        new_rows: (slot, sampling, num_prompt) of each row that got its slot.
+    """
+
+    page_index: npt.NDArray[np.int64]
+    pages: IntArray
+    token_index: npt.NDArray[np.int64]
+    tokens: IntArray
+    new_rows: list[tuple[int, EngineSampling, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The scheduler's decision for one step. All arrays have one entry per row unless noted.
+    """The scheduler's decision for one step. Arrays have one entry per row.
 
     Attributes:
         slots: each row's line in the page table and token pool.
@@ -31,13 +55,19 @@ class ScheduledBatch:
         kv_lens: tokens whose KV is in the pool after this step.
         num_decode: how many leading rows are decode rows.
         samples: rows that get a new token; an extend row whose piece isn't the last gets none.
+        all_greedy: no sampled row needs noise.
+        any_filter: some sampled row uses top-k, top-p or min-p.
+        edits: what to change in the tables first.
     """
 
     slots: IntArray
     q_lens: IntArray
     kv_lens: IntArray
     num_decode: int
-    samples: npt.NDArray[np.bool_]
+    samples: BoolArray
+    all_greedy: bool
+    any_filter: bool
+    edits: TableEdits
 
     @property
     def num_rows(self) -> int:

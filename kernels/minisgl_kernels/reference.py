@@ -1,0 +1,118 @@
+"""Plain twins of every kernel, in torch and numpy: what the kernels are tested against, and what CPUs run.
+
+Knows tensors only: no requests, no schedules.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+# ----------------------------------------------------------------- KV pool
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, out_loc: torch.Tensor
+) -> None:
+    """Write this step's keys and values into one layer of the pool.
+
+    Args:
+        k, v: (num_tokens, num_kv_heads, head_dim).
+        k_pool, v_pool: (num_pages, page_size, num_kv_heads, head_dim).
+        out_loc: (num_tokens,) int32, page * page_size + offset. Padding tokens share the dummy's location.
+    """
+    where = out_loc.long()
+    k_pool.view(-1, *k_pool.shape[2:]).index_copy_(0, where, k)
+    v_pool.view(-1, *v_pool.shape[2:]).index_copy_(0, where, v)
+
+
+def common_prefix_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    """How many leading ids two sequences have in common."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def noise_keys(seeds: torch.Tensor, sample_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One 64-bit key per row for the noise of its next token.
+
+    Args:
+        seeds, sample_indices, positions: (num_rows,) int64; `positions` counts the row's output tokens.
+
+    Returns:
+        (num_rows,) int64, equal wherever (seed, sample index, position) is.
+
+    The mixing step is the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+    """
+    x = seeds + sample_indices * _GOLDEN_64
+    x = _mix64(x) + positions * _GOLDEN_64
+    return _mix64(x)
+
+
+def gumbel_noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise that depends on (key, token id) alone, never on the row's place in a batch.
+
+    Args:
+        keys: (num_rows,) int64 from `noise_keys`.
+        ids: (vocab,) int32 shared by all rows, or (num_rows, n) int32.
+
+    Returns:
+        float32, (num_rows, vocab) or (num_rows, n). Uniform numbers have 24 bits and are never 0 or 1.
+
+    The hash is two rounds of MurmurHash3's 32-bit finaliser (Appleby 2008).
+    """
+    low = keys.to(torch.int32).unsqueeze(1)
+    high = (keys >> 32).to(torch.int32).unsqueeze(1)
+    x = _mix32(ids * _GOLDEN_32 + low)
+    x = _mix32(x ^ high)
+    uniform = (((x >> 8) & 0xFFFFFF).float() + 0.5) * 2.0**-24
+    return uniform.log_().neg_().log_().neg_()
+
+
+def filter_logits(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort each row's logits and drop the tokens that top-k, top-p or min-p exclude.
+
+    Args:
+        logits: (num_rows, vocab) float32, already divided by the temperature.
+        top_k: (num_rows,) int; 0 keeps all.
+        top_p, min_p: (num_rows,) float32; 1 and 0 keep all.
+
+    Returns:
+        (values, ids): (num_rows, vocab) float32 and int64, descending; excluded values are -inf. The best token always
+        stays. As in the field: top-k first, then top-p over what it left, min-p relative to the best token.
+    """
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(values.shape[-1], device=values.device)
+    limit = torch.where(top_k > 0, top_k, values.shape[-1]).unsqueeze(1)
+    values = values.masked_fill(rank >= limit, -torch.inf)
+    probs = values.softmax(dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs
+    # A top_p of 1 must keep everything, also where rounding lifts the sum above 1.
+    beyond_p = (mass_before >= top_p.unsqueeze(1)) & (top_p < 1.0).unsqueeze(1)
+    below_min = probs < min_p.unsqueeze(1) * probs[:, :1]
+    excluded = (beyond_p | below_min) & (rank > 0)
+    return values.masked_fill(excluded, -torch.inf), ids
+
+
+_GOLDEN_64 = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+_GOLDEN_32 = -1640531535  # 0x9E3779B1 as int32
+
+
+def _mix64(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def _mix32(x: torch.Tensor) -> torch.Tensor:
+    # The shifts are logical, so the sign bits that `>>` drags in are masked away.
+    x = (x ^ ((x >> 16) & 0xFFFF)) * -2048144789  # 0x85EBCA6B
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * -1028477387  # 0xC2B2AE35
+    return x ^ ((x >> 16) & 0xFFFF)

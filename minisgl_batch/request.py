@@ -1,0 +1,72 @@
+"""A request inside the engine.
+
+A `Req` is what the scheduler knows of one request beyond its numbers. Its lengths, tokens and pages live in the
+`TableManager`'s arrays at `slot`, so that a decode step touches whole arrays and no objects. Only the scheduler
+changes a Req.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from minisgl_batch.batch import IntArray
+from minisgl_batch.kvcache.base import PrefixHandle
+from minisgl_batch.sampling_params import EngineSampling
+
+
+class ReqState(Enum):
+    """waiting -> running -> draining -> freed; a retracted request goes from running back to waiting.
+
+    WAITING: has no slot.
+    RUNNING: has a slot, pages and a lock; its prompt may still be in computation.
+    DRAINING: will run no more, but a step in flight may name it; keeps slot and pages until none does.
+    FREED: holds nothing.
+    """
+
+    WAITING = auto()
+    RUNNING = auto()
+    DRAINING = auto()
+    FREED = auto()
+
+
+class Req:
+    """One request.
+
+    Attributes:
+        uid: the frontend's number for it.
+        ids: int32; the prompt, and after a retraction also the output made so far. What prefill computes.
+        num_prompt: tokens of the user's prompt; ids beyond it are output.
+        max_len: most tokens of prompt and output together.
+        arrival: order of first arrival; the lowest one that runs is never retracted.
+        state, slot: see ReqState; slot is -1 without one.
+        prefix: the cached prefix that this request locks.
+        num_cached: prompt tokens that the prefix cache had when the request first ran.
+    """
+
+    __slots__ = (
+        "arrival",
+        "ids",
+        "max_len",
+        "num_cached",
+        "num_prompt",
+        "prefix",
+        "sampling",
+        "slot",
+        "state",
+        "uid",
+    )
+
+    def __init__(self, uid: int, prompt_ids: IntArray, sampling: EngineSampling, max_len: int, arrival: int) -> None:
+        self.uid = uid
+        self.ids = prompt_ids
+        self.num_prompt = len(prompt_ids)
+        self.sampling = sampling
+        self.max_len = max_len
+        self.arrival = arrival
+        self.state = ReqState.WAITING
+        self.slot = -1
+        self.prefix: PrefixHandle | None = None
+        self.num_cached = 0
+
+    def __repr__(self) -> str:
+        return f"Req(uid={self.uid}, {self.state.name.lower()}, slot={self.slot}, {len(self.ids)}/{self.max_len} ids)"

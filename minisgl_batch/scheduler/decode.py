@@ -1,0 +1,81 @@
+"""Rows that decode: which run in the next step, and who gives way when pages run dry.
+
+Rows are admitted on an estimate of their final length instead of `max_tokens`, which most rows never reach. The
+estimate is the share of their `max_tokens` that finished rows used, smoothed. When it was too low and the pool runs
+dry, the row with the least output is retracted: its pages go, its tokens stay, and it prefills again later. The oldest
+row is never retracted and any row fits alone, so something always moves on.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl_batch.batch import IntArray
+from minisgl_batch.request import Req
+from minisgl_batch.scheduler.cache import CacheManager
+from minisgl_batch.scheduler.table import TableManager
+
+
+class LengthEstimate:
+    """The share of `max_tokens` that a row is expected to use. Moves with finished rows only, never with time."""
+
+    INITIAL = 0.3
+    SMOOTHING = 1 / 32
+
+    def __init__(self) -> None:
+        self.ratio = self.INITIAL
+
+    def finished(self, num_output: int, max_output: int) -> None:
+        self.ratio += self.SMOOTHING * (num_output / max_output - self.ratio)
+
+    def retracted(self) -> None:
+        self.ratio = min(1.0, 1.5 * self.ratio + 0.02)
+
+
+class DecodeManager:
+    """See the module's docstring."""
+
+    def __init__(self, table: TableManager, cache: CacheManager) -> None:
+        self._table = table
+        self._cache = cache
+        self.estimate = LengthEstimate()
+
+    def ready(self) -> IntArray:
+        """Slots, ascending, of the rows that can decode: prompt computed and not at their last token."""
+        table = self._table
+        ready = table.running & (table.cached_len >= table.prompt_end) & (table.device_len < table.max_len)
+        return np.flatnonzero(ready).astype(np.int32)
+
+    def pages_needed(self, slots: IntArray) -> IntArray:
+        """Those of `slots` whose next token starts a page."""
+        return slots[self._table.cached_len[slots] % self._table.page_size == 0]
+
+    def schedule(self) -> IntArray | None:
+        """Slots of the next step's decode rows, each with room for its token; None when there are too few pages."""
+        slots = self.ready()
+        growing = self.pages_needed(slots)
+        if len(growing) > self._cache.num_available_pages:
+            return None
+        if len(growing):
+            self._table.append_pages(growing, self._cache.allocate(len(growing)))
+        return slots
+
+    def victim(self) -> Req:
+        """The row to retract: the one with the least output, the youngest of these; never the oldest row."""
+        reqs = [req for req in self._table.reqs if req is not None]
+        reqs.remove(min(reqs, key=lambda req: req.arrival))
+        num_output = self._table.device_len - self._table.num_prompt
+        return min(reqs, key=lambda req: (num_output[req.slot], -req.arrival))
+
+    def expected_growth(self, req: Req) -> int:
+        """Pages that `req`, once admitted, and all rows with a slot are expected to take beyond what they have."""
+        table = self._table
+        used = np.flatnonzero(table.running)
+        length = np.append(np.maximum(table.cached_len[used], table.prompt_end[used]), len(req.ids))
+        num_prompt = np.append(table.num_prompt[used], req.num_prompt)
+        max_len = np.append(table.max_len[used], req.max_len)
+        expected = num_prompt + np.ceil(self.estimate.ratio * (max_len - num_prompt)).astype(np.int32)
+        # A row that outlived the estimate, like any other, may need its next page at once.
+        expected = np.minimum(max_len, np.maximum(expected, length + 1))
+        size = table.page_size
+        return int((-(-expected // size) - -(-length // size)).sum())

@@ -1,0 +1,357 @@
+"""The scheduler: continuous batching over one engine.
+
+Each tick it takes messages, decides a step, has the engine launch it, and turns the tokens of a finished step into
+messages. `normal_loop` does so one step at a time; `overlap_loop` decides and launches step N+1 before it looks at the
+tokens of step N, so that the device never waits for the host. Every decision follows from the messages and from
+logical order alone, so ranks that get the same messages decide the same. It knows no tokenizer, no tensor and no
+Redis.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_batch.batch import BoolArray, IntArray, ScheduledBatch
+from minisgl_batch.kvcache.base import PrefixCache
+from minisgl_batch.messages import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    NOT_FINISHED,
+    AbortRequests,
+    AddRequests,
+    EngineStats,
+    NewRequest,
+    RequestsRefused,
+    Shutdown,
+    StepOutput,
+    ToEngine,
+)
+from minisgl_batch.request import Req, ReqState
+from minisgl_batch.scheduler.cache import CacheManager
+from minisgl_batch.scheduler.decode import DecodeManager
+from minisgl_batch.scheduler.prefill import Piece, PrefillManager
+from minisgl_batch.scheduler.source import MessageSource
+from minisgl_batch.scheduler.table import TableManager
+
+logger = logging.getLogger(__name__)
+
+
+class LaunchedStep(Protocol):
+    """A step on its way."""
+
+    def tokens(self) -> IntArray:
+        """The sampled tokens, one for each row with `samples`; waits for them."""
+
+
+class StepRunner(Protocol):
+    """What the scheduler needs of an engine."""
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """Start a step; steps run in the order they were launched."""
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one scheduler, all resolved.
+
+    Attributes:
+        num_pages, page_size: the KV pool.
+        max_running: slots.
+        max_seq_len: longest prompt + output in tokens; fits into the pool.
+        max_prefill_tokens: token budget of a step's pieces.
+        eos_ids: tokens that end a sequence.
+        overlap: which loop.
+    """
+
+    num_pages: int
+    page_size: int
+    max_running: int
+    max_seq_len: int
+    max_prefill_tokens: int
+    eos_ids: tuple[int, ...]
+    overlap: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step whose tokens the scheduler hasn't seen."""
+
+    batch: ScheduledBatch
+    step: LaunchedStep
+
+
+class Scheduler:
+    """See the module's docstring."""
+
+    def __init__(
+        self, config: SchedulerConfig, engine: StepRunner, prefix_cache: PrefixCache, source: MessageSource
+    ) -> None:
+        self.config = config
+        self._engine = engine
+        self._source = source
+        self.table = TableManager(config.max_running, config.max_seq_len, config.page_size, config.num_pages)
+        self.cache = CacheManager(config.num_pages, prefix_cache, self.table)
+        self.decode = DecodeManager(self.table, self.cache)
+        self.prefill = PrefillManager(self.table, self.cache, self.decode)
+        self._reqs: dict[int, Req] = {}
+        self._in_flight: InFlight | None = None
+        self._stopped = False
+        self._eos_ids = np.array(config.eos_ids, dtype=np.int32)
+        self._num_arrivals = 0
+        self._aborted: list[int] = []
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._num_steps = self._num_retractions = 0
+
+    # ----------------------------------------------------------------- loops
+
+    def run(self) -> None:
+        """Serve until a Shutdown message."""
+        for _ in self.loop():
+            pass
+
+    def loop(self) -> Iterator[None]:
+        """The loop that the config asks for; yields after each tick."""
+        return self.overlap_loop() if self.config.overlap else self.normal_loop()
+
+    def normal_loop(self) -> Iterator[None]:
+        while self._receive():
+            batch = self._schedule()
+            if batch is not None:
+                self._process(self._launch(batch))
+            self._report_aborts()
+            yield
+
+    def overlap_loop(self) -> Iterator[None]:
+        while self._receive():
+            batch = self._schedule()
+            previous, self._in_flight = self._in_flight, None if batch is None else self._launch(batch)
+            if previous is not None:
+                self._process(previous)
+            self._report_aborts()
+            yield
+
+    # -------------------------------------------------------------- messages
+
+    def _receive(self) -> bool:
+        """Take what has come, waiting only when there is nothing else to do. False once told to stop."""
+        idle = not self._reqs and self._in_flight is None
+        if idle:
+            self._check_integrity()
+        for message in self._source.receive(block=idle):
+            self._handle(message)
+        return not self._stopped
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case AddRequests():
+                refused = [(new.uid, problem) for new in message.requests if (problem := self._add(new))]
+                if refused:
+                    self._source.send(RequestsRefused(refused))
+            case AbortRequests():
+                for uid in message.uids:
+                    self._abort(uid)
+            case Shutdown():
+                self._stopped = True
+
+    def _add(self, new: NewRequest) -> str | None:
+        """Put a request on the waiting list, or say why it can't be served."""
+        ids = np.frombuffer(new.prompt_ids, dtype=np.int32)
+        if not 0 < len(ids) < self.config.max_seq_len:
+            return f"the prompt has {len(ids)} tokens; this engine serves 1 to {self.config.max_seq_len - 1}"
+        if new.uid in self._reqs:
+            return f"request {new.uid} is already here"
+        max_len = min(len(ids) + new.sampling.max_tokens, self.config.max_seq_len)
+        req = Req(new.uid, ids, new.sampling, max_len, self._num_arrivals)
+        self._num_arrivals += 1
+        self._reqs[new.uid] = req
+        self.prefill.add(req)
+        return None
+
+    def _abort(self, uid: int) -> None:
+        req = self._reqs.get(uid)
+        if req is None or req.state is ReqState.DRAINING:
+            return
+        self._aborted.append(uid)
+        if req.state is ReqState.WAITING:
+            self._forget(req)
+        else:
+            self._drain(req)
+
+    # -------------------------------------------------------------- schedule
+
+    def _schedule(self) -> ScheduledBatch | None:
+        """Decide the next step; None when nothing can run before the step in flight is done."""
+        while (decode_slots := self.decode.schedule()) is None:
+            if self._in_flight is not None:
+                return None  # the tokens of a row must be known before it can be retracted
+            self._retract(self.decode.victim())
+        pieces = self.prefill.schedule(self.config.max_prefill_tokens)
+        if not len(decode_slots) and not pieces:
+            return None
+        return self._make_batch(decode_slots, pieces)
+
+    def _make_batch(self, decode_slots: IntArray, pieces: list[Piece]) -> ScheduledBatch:
+        table = self.table
+        slots = np.concatenate([decode_slots, np.array([piece.req.slot for piece in pieces], dtype=np.int32)])
+        q_lens = np.ones(len(slots), dtype=np.int32)
+        q_lens[len(decode_slots) :] = [piece.num_tokens for piece in pieces]
+        kv_lens = table.cached_len[slots] + q_lens
+        samples: BoolArray = kv_lens >= table.prompt_end[slots]
+        sampling_slots = slots[samples]
+        return ScheduledBatch(
+            slots=slots,
+            q_lens=q_lens,
+            kv_lens=kv_lens,
+            num_decode=len(decode_slots),
+            samples=samples,
+            all_greedy=bool(table.greedy[sampling_slots].all()),
+            any_filter=bool(table.filtered[sampling_slots].any()),
+            edits=table.take_edits(),
+        )
+
+    def _launch(self, batch: ScheduledBatch) -> InFlight:
+        """Start a step and move its rows on, as if it were done: later steps run after it."""
+        launched = InFlight(batch, self._engine.launch(batch))
+        table = self.table
+        table.in_flight[batch.slots] += 1
+        table.cached_len[batch.slots] = batch.kv_lens
+        table.device_len[batch.slots] = np.maximum(table.prompt_end[batch.slots], batch.kv_lens + batch.samples)
+        for slot in batch.slots[batch.num_decode :].tolist():
+            req = table.reqs[slot]
+            assert req is not None
+            self.cache.cache_row(req)  # at once, so that waiting rows share a long prefix early
+        self._num_steps += 1
+        return launched
+
+    # --------------------------------------------------------------- results
+
+    def _process(self, done: InFlight) -> None:
+        """Take the tokens of a step, end rows that are at their end, and report."""
+        table, batch = self.table, done.batch
+        tokens = done.step.tokens()
+        table.in_flight[batch.slots] -= 1
+        slots, positions = batch.slots[batch.samples], batch.kv_lens[batch.samples]
+        table.tokens[slots, positions] = tokens
+
+        alive = table.running[slots]
+        slots, positions, tokens = slots[alive], positions[alive], tokens[alive]
+        finish = np.full(len(slots), NOT_FINISHED, dtype=np.uint8)
+        finish[positions + 1 >= table.max_len[slots]] = FINISH_LENGTH
+        finish[np.isin(tokens, self._eos_ids) & ~table.ignore_eos[slots]] = FINISH_STOP
+        if len(slots):
+            self._report(slots, positions, tokens, finish)
+        for slot, position in zip(slots[finish > 0].tolist(), positions[finish > 0].tolist(), strict=True):
+            req = self._req_at(slot)
+            self.decode.estimate.finished(position + 1 - req.num_prompt, req.max_len - req.num_prompt)
+            self._drain(req)
+        self._release_drained(batch.slots)
+
+    def _report(self, slots: IntArray, positions: IntArray, tokens: IntArray, finish: npt.NDArray[np.uint8]) -> None:
+        table = self.table
+        first = [self._req_at(slot) for slot in slots[positions == table.num_prompt[slots]].tolist()]
+        first_cached = [req.num_cached for req in first]
+        self._output_tokens += len(slots)
+        self._prompt_tokens += sum(req.num_prompt for req in first)
+        self._cached_tokens += sum(first_cached)
+        self._source.send(
+            StepOutput(
+                uids=table.uid[slots].tobytes(),
+                tokens=tokens.tobytes(),
+                finish=finish.tobytes(),
+                first_uids=[req.uid for req in first],
+                first_cached=first_cached,
+                stats=self.stats(),
+            )
+        )
+
+    def _report_aborts(self) -> None:
+        if not self._aborted:
+            return
+        uids, self._aborted = np.array(self._aborted, dtype=np.int64), []
+        self._source.send(
+            StepOutput(
+                uids=uids.tobytes(),
+                tokens=np.full(len(uids), -1, dtype=np.int32).tobytes(),
+                finish=np.full(len(uids), FINISH_ABORT, dtype=np.uint8).tobytes(),
+                first_uids=[],
+                first_cached=[],
+                stats=self.stats(),
+            )
+        )
+
+    # ----------------------------------------------------------- ends of rows
+
+    def _drain(self, req: Req) -> None:
+        """Run the row no more; free it now, or when the step in flight that names it is done."""
+        req.state = ReqState.DRAINING
+        self._stop_running(req)
+        if not self.table.in_flight[req.slot]:
+            self._free(req)
+
+    def _release_drained(self, slots: IntArray) -> None:
+        for slot in slots[~self.table.running[slots] & (self.table.in_flight[slots] == 0)].tolist():
+            req = self.table.reqs[slot]
+            if req is not None:
+                self._free(req)
+
+    def _free(self, req: Req) -> None:
+        self._take_slot(req)
+        self._forget(req)
+
+    def _retract(self, req: Req) -> None:
+        """Put a running row back on the waiting list with the tokens it has. No step is in flight."""
+        logger.debug("the KV pool is full: retracting %r", req)
+        self._num_retractions += 1
+        self.decode.estimate.retracted()
+        self._stop_running(req)
+        req.ids = self.table.tokens[req.slot, : self.table.device_len[req.slot]].copy()
+        self._take_slot(req)
+        req.state = ReqState.WAITING
+        self.prefill.requeue(req)
+
+    def _stop_running(self, req: Req) -> None:
+        self.table.running[req.slot] = False
+        self.prefill.drop(req)
+
+    def _take_slot(self, req: Req) -> None:
+        self.cache.release_row(req)
+        self.table.remove(req)
+
+    def _forget(self, req: Req) -> None:
+        req.state = ReqState.FREED
+        self.prefill.drop(req)
+        del self._reqs[req.uid]
+
+    # ----------------------------------------------------------------- state
+
+    def _req_at(self, slot: int) -> Req:
+        req = self.table.reqs[slot]
+        assert req is not None
+        return req
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_waiting=self.prefill.num_waiting,
+            num_running=self.table.num_used_slots,
+            num_pages=self.cache.num_pages,
+            num_free_pages=self.cache.num_available_pages,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            output_tokens=self._output_tokens,
+            num_steps=self._num_steps,
+            num_retractions=self._num_retractions,
+        )
+
+    def _check_integrity(self) -> None:
+        """With nothing running every page must be free or cached. Wrong books cost cached prefixes, never the group."""
+        problems = self.cache.check_integrity()
+        if problems:
+            logger.error("the KV pool's books are wrong, dropping the prefix cache: %s", "; ".join(problems))
+            self.cache.reset()

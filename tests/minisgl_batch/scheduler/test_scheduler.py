@@ -1,0 +1,211 @@
+"""The scheduler over an engine of plain numbers (fake_engine.py): outputs, pages and ends of requests."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.minisgl_batch.scheduler.fake_engine import Harness
+
+LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["normal_loop", "overlap_loop"])
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """A small engine and a story of adds, aborts and ticks."""
+    page_size = draw(st.sampled_from([1, 2, 4, 16]))
+    max_seq_len = draw(st.integers(4, 48))
+    least_pages = -(-max_seq_len // page_size)
+    config = {
+        "page_size": page_size,
+        "max_seq_len": max_seq_len,
+        "num_pages": draw(st.integers(least_pages, least_pages * 5)),
+        "max_running": draw(st.integers(1, 6)),
+        "max_prefill_tokens": draw(st.integers(1, 40)),
+        "overlap": draw(st.booleans()),
+        "cache": draw(st.sampled_from(["radix", "radix", "radix", "naive"])),
+    }
+    # Prompts begin with one of a few stems, so that they share prefixes of all lengths.
+    stems = draw(st.lists(st.lists(st.integers(10, 12), min_size=1, max_size=40), min_size=1, max_size=3))
+    add = st.tuples(
+        st.just("add"),
+        st.tuples(
+            st.sampled_from(stems),
+            st.integers(0, 40),
+            st.lists(st.integers(10, 12), max_size=6),
+            st.integers(1, 24),
+            st.booleans(),
+        ),
+    )
+    event = st.one_of(
+        add, add, st.tuples(st.just("tick"), st.integers(1, 5)), st.tuples(st.just("abort"), st.integers(0, 20))
+    )
+    return config, draw(st.lists(event, min_size=1, max_size=25))
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios())
+def test_any_story_gives_right_outputs_and_loses_no_page(story: tuple[dict[str, Any], list[tuple[str, Any]]]) -> None:
+    config, events = story
+    harness = Harness(**config)
+    for kind, value in events:
+        if kind == "add":
+            stem, cut, tail, max_tokens, ignore_eos = value
+            prompt = (stem[:cut] + tail or [10])[: config["max_seq_len"] + 2]
+            harness.add(prompt, max_tokens, ignore_eos)
+        elif kind == "abort":
+            harness.abort(value)
+        elif harness.pending or harness.source.inbox:
+            for _ in range(value):
+                if harness.pending or harness.source.inbox:
+                    harness.tick()
+    harness.run()
+    harness.check_outputs()
+    assert harness.scheduler.cache.num_available_pages == config["num_pages"]
+    for uid in harness.refused:
+        assert len(harness._requests[uid][0]) >= config["max_seq_len"]
+
+
+@LOOPS
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+def test_prompt_of_whole_pages_is_served_again_from_the_cache(overlap: bool, page_size: int, offset: int) -> None:
+    prompt = list(range(10, 10 + 32 + offset))
+    harness = Harness(page_size=page_size, overlap=overlap, max_prefill_tokens=64)
+    for _ in range(2):
+        harness.add(prompt, max_tokens=3)
+        harness.run()
+    harness.check_outputs()
+    # One token at least is computed, so that there are logits to sample from.
+    assert harness.cached == {0: 0, 1: (len(prompt) - 1) // page_size * page_size}
+
+
+@LOOPS
+def test_hundred_identical_prompts_compute_their_prefix_once(overlap: bool) -> None:
+    harness = Harness(overlap=overlap, max_running=100, num_pages=2000, max_prefill_tokens=1000)
+    for _ in range(100):
+        harness.add(list(range(10, 43)), max_tokens=3)
+    harness.run()
+    harness.check_outputs()
+    computed = sum(int(step.q_lens[step.num_decode :].sum()) for step in harness.engine.steps)
+    assert computed == 33 + 99
+    assert list(harness.cached.values()) == [0] + [32] * 99
+
+
+@LOOPS
+def test_pages_of_two_identical_prompts_survive_fillers(overlap: bool) -> None:
+    """Both compute the same pages when a naive look-up misses; freeing the wrong copy would corrupt the other."""
+    harness = Harness(overlap=overlap, num_pages=24, max_running=3, max_prefill_tokens=7)
+    for _ in range(2):
+        harness.add(list(range(10, 35)), max_tokens=10, ignore_eos=True)
+    harness.tick()
+    for start in range(40, 46):
+        harness.add(list(range(start, start + 20)), max_tokens=6, ignore_eos=True)
+    harness.run()
+    harness.check_outputs()
+
+
+@LOOPS
+def test_abort_at_every_step_frees_all_pages(overlap: bool) -> None:
+    for step in range(30):
+        harness = Harness(overlap=overlap, max_prefill_tokens=5)
+        kept = harness.add(list(range(10, 25)), max_tokens=12, ignore_eos=True)
+        dropped = harness.add(list(range(10, 20)) + [3, 4, 5, 6, 8, 9], max_tokens=10, ignore_eos=True)
+        for _ in range(step):
+            if harness.pending:
+                harness.tick()
+        harness.abort(dropped)
+        if harness.pending:
+            harness.run()
+        harness.check_outputs()
+        assert harness.finished[kept] == "length"
+        assert harness.scheduler.cache.num_available_pages == harness.config.num_pages
+
+
+@LOOPS
+def test_aborted_row_is_out_of_the_step_after_next(overlap: bool) -> None:
+    harness = Harness(overlap=overlap)
+    harness.add([10, 11], max_tokens=50, ignore_eos=True)
+    dropped = harness.add([12, 13], max_tokens=50, ignore_eos=True)
+    for _ in range(5):
+        harness.tick()
+    harness.abort(dropped)
+    harness.tick()
+    assert harness.finished == {dropped: "abort"}
+    harness.tick()
+    assert harness.engine.steps[-1].num_rows == 1
+    assert harness.scheduler.table.num_used_slots == 1
+
+
+@LOOPS
+def test_rows_that_outgrow_the_pool_are_retracted_and_lose_no_token(overlap: bool) -> None:
+    harness = Harness(overlap=overlap, num_pages=16, max_running=4, max_seq_len=64)
+    for start in range(10, 18):
+        harness.add([start, start + 1, start + 2], max_tokens=50, ignore_eos=True)
+    harness.run()
+    harness.check_outputs()
+    stats = harness.scheduler.stats()
+    assert stats.num_retractions > 0
+    assert stats.output_tokens == 8 * 50
+
+
+def test_rows_are_admitted_on_their_likely_length() -> None:
+    """Rows whose max_tokens alone would fill the pool run together, since the rows before them were short."""
+    harness = Harness(num_pages=64, max_seq_len=256, max_running=8, max_prefill_tokens=64)
+    rng = random.Random(0)
+    for _ in range(64):
+        harness.add([rng.randrange(8, 40) for _ in range(4)], max_tokens=200)
+    harness.run()
+    harness.check_outputs()
+    # 64 pages of 4 tokens: reserving max_tokens would run one row at a time.
+    assert max(step.num_decode for step in harness.engine.steps) >= 4
+
+
+def test_a_budget_of_one_token_still_prefills() -> None:
+    harness = Harness(max_prefill_tokens=1)
+    harness.add(list(range(10, 30)), max_tokens=2)
+    harness.run()
+    harness.check_outputs()
+
+
+@pytest.mark.parametrize("length", [0, 64, 65])
+def test_prompt_that_can_never_run_is_refused_and_others_go_on(length: int) -> None:
+    harness = Harness(max_seq_len=64)
+    refused = harness.add([10] * length)
+    served = harness.add([11, 12], max_tokens=2)
+    harness.run()
+    assert set(harness.refused) == {refused}
+    assert str(length) in harness.refused[refused]
+    assert set(harness.finished) == {served}
+
+
+def test_output_ends_at_the_longest_sequence() -> None:
+    harness = Harness(max_seq_len=16)
+    uid = harness.add([10] * 10, max_tokens=100, ignore_eos=True)
+    harness.run()
+    assert len(harness.outputs[uid]) == 6
+    assert harness.finished[uid] == "length"
+
+
+def test_shutdown_ends_the_loop() -> None:
+    harness = Harness()
+    harness.add([10, 11])
+    harness.tick()
+    harness.stop()
+
+
+def test_wrong_books_cost_the_cache_not_the_group(caplog: pytest.LogCaptureFixture) -> None:
+    harness = Harness()
+    harness.add(list(range(10, 30)), max_tokens=2)
+    harness.run()
+    harness.scheduler.cache.allocate(3)  # three pages go astray
+    harness.add(list(range(10, 30)), max_tokens=2)
+    harness.run()
+    harness.check_outputs()
+    assert "3 pages" not in caplog.text
+    assert "61 of 64 pages are available" in caplog.text
+    assert harness.scheduler.cache.num_available_pages == 64
