@@ -66,7 +66,6 @@ class SchedulerConfig:
         max_running: slots.
         max_seq_len: longest prompt + output in tokens; fits into the pool.
         max_prefill_tokens: token budget of a step's pieces.
-        eos_ids: tokens that end a sequence.
         overlap: which loop.
     """
 
@@ -75,7 +74,6 @@ class SchedulerConfig:
     max_running: int
     max_seq_len: int
     max_prefill_tokens: int
-    eos_ids: tuple[int, ...]
     overlap: bool
 
 
@@ -103,7 +101,6 @@ class Scheduler:
         self._reqs: dict[int, Req] = {}
         self._in_flight: InFlight | None = None
         self._stopped = False
-        self._eos_ids = np.array(config.eos_ids, dtype=np.int32)
         self._num_arrivals = 0
         self._aborted: list[int] = []
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
@@ -244,7 +241,7 @@ class Scheduler:
         slots, positions, tokens = slots[alive], positions[alive], tokens[alive]
         finish = np.full(len(slots), NOT_FINISHED, dtype=np.uint8)
         finish[positions + 1 >= table.max_len[slots]] = FINISH_LENGTH
-        finish[np.isin(tokens, self._eos_ids) & ~table.ignore_eos[slots]] = FINISH_STOP
+        finish[(tokens[:, None] == table.stop_ids[slots]).any(axis=1)] = FINISH_STOP
         if len(slots):
             self._report(slots, positions, tokens, finish)
         for slot, position in zip(slots[finish > 0].tolist(), positions[finish > 0].tolist(), strict=True):

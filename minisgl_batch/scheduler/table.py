@@ -22,6 +22,8 @@ from minisgl_batch.batch import BoolArray, IntArray, TableEdits
 from minisgl_batch.request import Req
 from minisgl_batch.sampling_params import EngineSampling
 
+NO_TOKEN = -1
+
 
 class TableManager:
     """Hands out slots and records what their rows are."""
@@ -43,7 +45,7 @@ class TableManager:
         self.num_prompt: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.in_flight: IntArray = np.zeros(num_rows, dtype=np.int32)  # launched steps that name the row
         self.running: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # False while draining
-        self.ignore_eos: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.stop_ids: IntArray = np.full((num_rows, 4), NO_TOKEN, dtype=np.int32)  # wider when a row needs it
         self.greedy: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.filtered: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
@@ -75,7 +77,7 @@ class TableManager:
         self.num_prompt[slot] = req.num_prompt
         self.running[slot] = True
         sampling = req.sampling
-        self.ignore_eos[slot] = sampling.ignore_eos
+        self._set_stop_ids(slot, sampling.stop_ids)
         self.greedy[slot] = sampling.is_greedy
         self.filtered[slot] = not sampling.is_greedy and (
             sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
@@ -98,6 +100,13 @@ class TableManager:
         """The row's pages from its page number `first` on."""
         self.page_table[slot, first : first + len(pages)] = pages
         self._page_runs.append((slot * self.page_table.shape[1] + first, len(pages)))
+
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
 
     def append_pages(self, slots: IntArray, pages: IntArray) -> None:
         """One more page for each row, for the token at its `cached_len`."""

@@ -104,7 +104,6 @@ class Harness:
             "max_running": 4,
             "max_seq_len": 64,
             "max_prefill_tokens": 16,
-            "eos_ids": (EOS,),
             "overlap": False,
         } | config
         self.config = SchedulerConfig(**values)  # type: ignore[arg-type]
@@ -121,7 +120,7 @@ class Harness:
 
     def add(self, prompt: list[int], max_tokens: int = 8, ignore_eos: bool = False) -> int:
         uid = len(self._requests)
-        sampling = EngineSampling(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        sampling = EngineSampling(max_tokens=max_tokens, stop_ids=() if ignore_eos else (EOS,))
         self._requests[uid] = (prompt, sampling)
         self.outputs[uid] = []
         self.source.inbox.append(AddRequests([NewRequest(uid, np.array(prompt, np.int32).tobytes(), sampling)]))
@@ -193,7 +192,7 @@ class Harness:
         for uid, how in self.finished.items():
             prompt, sampling = self._requests[uid]
             want, want_reason = expected_output(
-                prompt, sampling.max_tokens, sampling.ignore_eos, self.config.max_seq_len
+                prompt, sampling.max_tokens, not sampling.stop_ids, self.config.max_seq_len
             )
             if how == "abort":
                 assert self.outputs[uid] == want[: len(self.outputs[uid])]
