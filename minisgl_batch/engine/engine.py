@@ -79,7 +79,8 @@ class Engine:
         self.max_seq_len = min(options.max_seq_len, self.num_pages * options.page_size)
         if config.max_seq_len is not None and self.max_seq_len < config.max_seq_len:
             raise InvalidParameterError(
-                "max_seq_len", f"{config.max_seq_len} tokens don't fit into the KV cache, which holds {self.max_seq_len}"
+                "max_seq_len",
+                f"{config.max_seq_len} tokens don't fit into the KV cache, which holds {self.max_seq_len}",
             )
 
         self._pool = MHAKVCache(

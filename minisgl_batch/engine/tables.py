@@ -29,7 +29,9 @@ class SamplingRows:
 class DeviceTables:
     """One line per slot; the last is the dummy row that padding stands on."""
 
-    def __init__(self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int, device: torch.device) -> None:
+    def __init__(
+        self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int, device: torch.device
+    ) -> None:
         num_rows = max_running + 1
         max_pages = -(-max_seq_len // page_size)
         self._page_size = page_size

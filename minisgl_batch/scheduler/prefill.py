@@ -21,7 +21,6 @@ from minisgl_batch.scheduler.decode import DecodeManager
 from minisgl_batch.scheduler.table import TableManager
 
 
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """`num_tokens` more tokens of a running request's prompt."""

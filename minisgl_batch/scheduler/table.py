@@ -112,7 +112,9 @@ class TableManager:
         """One more page for each row, for the token at its `cached_len`."""
         columns = self.cached_len[slots] // self.page_size
         self.page_table[slots, columns] = pages
-        self._page_runs.extend((first, 1) for first in (slots.astype(np.int64) * self.page_table.shape[1] + columns).tolist())
+        self._page_runs.extend(
+            (first, 1) for first in (slots.astype(np.int64) * self.page_table.shape[1] + columns).tolist()
+        )
 
     def num_row_pages(self, slot: int) -> int:
         """How many pages the row has."""
