@@ -26,7 +26,8 @@ class EngineConfig:
         max_running: most requests in one decode step.
         max_prefill_tokens: token budget of one prefill step; also bounds how long an abort takes.
         max_seq_len: longest prompt + output in tokens; without it, the model's context.
-        memory_ratio: share of the free memory for weights and KV pool together; without it 0.9 of a GPU's, 0.4 of a host's.
+        memory_ratio: share of the free memory for weights and KV pool together; without it 0.9 of a GPU's and 0.4 of a
+            host's.
         dtype: compute type; "auto" is the checkpoint's, or float32 on CPUs without fast bfloat16.
         attention_backend: a registered name, "prefill,decode" for two of them, or "auto".
         cache: "radix" reuses prefixes; "naive" never does.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib import import_module
 
-
 from minisgl_batch.attention.base import AttentionBackend
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.kvcache.mha_pool import MHAKVCache

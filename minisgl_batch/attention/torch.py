@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from minisgl_kernels.reference import store_kv
 
 from minisgl_batch.attention.base import AttentionBackend, AttnSpec
 from minisgl_batch.batch import ForwardBatch
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
+from minisgl_kernels.reference import store_kv
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def num_pages(budget_bytes: int, page_bytes: int, page_size: int, useful_tokens:
     pages = min(budget_bytes // page_bytes, -(-useful_tokens // page_size))
     if pages < 1:
         raise ModelError(
-            f"no memory is left for the KV cache: the weights leave {max(budget_bytes, 0) / 2**20:.0f} MiB and one page "
+            f"no memory is left for the KV cache: the weights leave {max(budget_bytes, 0) / 2**20:.0f} MiB and a page "
             f"of {page_size} tokens takes {page_bytes / 2**20:.1f} MiB. Raise --memory-ratio, free memory or use a "
             "smaller model"
         )

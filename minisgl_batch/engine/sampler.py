@@ -7,9 +7,9 @@ Gumbel-max (argmax of logits plus noise) samples from the softmax without comput
 from __future__ import annotations
 
 import torch
-from minisgl_kernels.reference import filter_logits, gumbel_noise, noise_keys
 
 from minisgl_batch.engine.tables import SamplingRows
+from minisgl_kernels.reference import filter_logits, gumbel_noise, noise_keys
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows | None, *, any_filter: bool) -> torch.Tensor:

@@ -6,8 +6,10 @@ They change by `TableEdits` and by sampled tokens, both in the order of launched
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from minisgl_batch.batch import ForwardBatch, ScheduledBatch, TableEdits
@@ -103,5 +105,5 @@ class DeviceTables:
         slots, positions = host.slots[host.samples], host.kv_lens[host.samples]
         self.token_pool[self._send(slots).long(), self._send(positions).long()] = tokens
 
-    def _send(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def _send(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

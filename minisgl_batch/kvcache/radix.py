@@ -12,10 +12,10 @@ import heapq
 from collections.abc import Iterator
 
 import numpy as np
-from minisgl_kernels.reference import common_prefix_len
 
 from minisgl_batch.batch import IntArray
 from minisgl_batch.kvcache.base import EMPTY_PAGES, PrefixCache, PrefixHandle
+from minisgl_kernels.reference import common_prefix_len
 
 
 class RadixNode:

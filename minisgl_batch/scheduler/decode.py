@@ -48,7 +48,8 @@ class DecodeManager:
 
     def pages_needed(self, slots: IntArray) -> IntArray:
         """Those of `slots` whose next token starts a page."""
-        return slots[self._table.cached_len[slots] % self._table.page_size == 0]
+        growing: IntArray = slots[self._table.cached_len[slots] % self._table.page_size == 0]
+        return growing
 
     def schedule(self) -> IntArray | None:
         """Slots of the next step's decode rows, each with room for its token; None when there are too few pages."""

@@ -140,4 +140,5 @@ def _flatten(runs: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
         return np.empty(0, dtype=np.int64)
     first, length = np.array(runs, dtype=np.int64).T
     offset = np.cumsum(length) - length
-    return np.arange(int(length.sum()), dtype=np.int64) + np.repeat(first - offset, length)
+    index: npt.NDArray[np.int64] = np.arange(int(length.sum())) + np.repeat(first - offset, length)
+    return index

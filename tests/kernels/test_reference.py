@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from minisgl_kernels.reference import common_prefix_len, filter_logits, gumbel_noise, noise_keys, store_kv
 
 int32_lists = st.lists(st.integers(-5, 5), max_size=12)

@@ -114,7 +114,7 @@ def test_abort_at_every_step_frees_all_pages(overlap: bool) -> None:
     for step in range(30):
         harness = Harness(overlap=overlap, max_prefill_tokens=5)
         kept = harness.add(list(range(10, 25)), max_tokens=12, ignore_eos=True)
-        dropped = harness.add(list(range(10, 20)) + [3, 4, 5, 6, 8, 9], max_tokens=10, ignore_eos=True)
+        dropped = harness.add([*range(10, 20), 3, 4, 5, 6, 8, 9], max_tokens=10, ignore_eos=True)
         for _ in range(step):
             if harness.pending:
                 harness.tick()
