@@ -72,3 +72,7 @@ class JobStateError(QueueError):
 
 class WorkerError(MiniSGLError):
     """Raised when a worker group can't start, or dies more often than it may."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -79,44 +79,34 @@ class ChildProcess:
         return self._process.pid
 
     def read_status(self) -> ChildStatus | None:
-        """What the child said, once `status_fd` is readable; None at the end of file or before a whole line."""
-        self._buffer += os.read(self.status_fd, 1 << 16)
-        line, newline, rest = self._buffer.partition(b"\n")
-        if not newline:
-            return None
-        self._buffer = rest
+        """What the child said, once `status_fd` is readable; None when it is gone."""
+        while b"\n" not in self._buffer:
+            data = os.read(self.status_fd, 1 << 16)
+            if not data:
+                return None
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return _status_decoder.decode(line)
 
-    def exit_code(self) -> int | None:
-        """None while it runs; negative for the signal that ended it."""
-        return self._process.poll()
+    def describe_end(self) -> str:
+        """How it ended, in words, once it is gone."""
+        code = self._process.wait()
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def send_signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
     def stop(self, timeout_s: float) -> None:
         """End it: SIGTERM, and SIGKILL after `timeout_s`."""
-        if self.exit_code() is None:
-            self.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                logger.warning("%s did not end within %.0f s of SIGTERM: killing it", self.name, timeout_s)
-                self._process.kill()
-        self.close()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self.close()
-
-    def close(self) -> None:
-        """Reap it and close the pipes."""
-        self._process.wait()
+        self.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        if self.status_fd >= 0:
-            os.close(self.status_fd)
-            self.status_fd = -1
+        os.close(self.status_fd)
 
 
 class StatusPipe:
