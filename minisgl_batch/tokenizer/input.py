@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """What ends a request besides EOS and length; the engine doesn't know of it.
+    """What ends a request besides EOS and length. The engine knows of the tokens only, as EOS ids among others.
 
     Attributes:
         strings: the text ends before the first of these.
-        token_ids: generation ends at any of these tokens, which are not part of the text.
-        include_in_output: keep the stop string or the stop token's text.
+        token_ids: the stop tokens that aren't EOS; generation ends at any of them, and they are not part of the text.
+        include_in_output: keep the stop string, or the stop token's text.
     """
 
     strings: tuple[str, ...] = ()
@@ -92,6 +92,8 @@ def resolve_request(
     for layer in (*layers, tokenizer.default_sampling, NEUTRAL):
         params = params.over(layer)
     seed = params.seed if params.seed is not None else derive_seed(job_seed, row_index)
+    eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
+    stop_token_ids = frozenset(params.stop_token_ids or ())
     samples = tuple(
         EngineSampling(
             max_tokens=min(params.max_tokens or room, room),
@@ -101,13 +103,13 @@ def resolve_request(
             min_p=_set(params.min_p),
             seed=seed,
             sample_index=sample_index,
-            ignore_eos=_set(params.ignore_eos),
+            stop_ids=tuple(sorted(eos_ids | stop_token_ids)),
         )
         for sample_index in range(_set(params.n))
     )
     stops = StopRules(
         strings=params.stop_strings,
-        token_ids=frozenset(params.stop_token_ids or ()),
+        token_ids=stop_token_ids - eos_ids,
         include_in_output=_set(params.include_stop_str_in_output),
     )
     return ResolvedRequest(prompt_ids, samples, stops)

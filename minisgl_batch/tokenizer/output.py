@@ -1,6 +1,6 @@
 """The frontend's side of running requests: tokens in; text, deltas and finished samples out.
 
-The engine decides on EOS and length; stop strings and stop tokens are decided here, and the caller tells the engine to
+The engine ends requests at EOS, stop tokens and length. Stop strings are found here, and the caller tells the engine to
 abort the requests that ended by them. A request's text is made at its end, or while it grows when it has stop strings
 or a reader. Knows nothing of rows, Redis or sockets. Called by the worker group's frontend and the in-process `LLM`.
 """
@@ -102,7 +102,7 @@ class OutputProcessor:
 
     def add(self, uid: int, *, prompt_tokens: int, stops: StopRules) -> None:
         """Expect output of a request; call before the engine gets it."""
-        state = _RequestState(uid, prompt_tokens, stops, needs_every_token=bool(stops.token_ids))
+        state = _RequestState(uid, prompt_tokens, stops)
         if stops.strings:
             state.start_text(self._detokenizer)
         self._live[uid] = state
@@ -127,7 +127,7 @@ class OutputProcessor:
                 continue
             if token >= 0:
                 state.token_ids.append(token)
-            if finish or state.needs_every_token:
+            if finish or state.text is not None:
                 self._advance(state, token, finish, events)
         return events
 
@@ -166,17 +166,15 @@ class OutputProcessor:
         return events
 
     def _advance(self, state: _RequestState, token: int, finish: int, events: OutputEvents) -> None:
-        """Take the token that was just appended: is it text, and does the request end by it?"""
-        reason = _FINISH_REASONS.get(finish)
-        stop_reason = None
+        """Take the step's token, which is the last of `state.token_ids`, and how the engine ended the request."""
         num_text_tokens = len(state.token_ids)
+        stop_reason = None
         if finish == FINISH_STOP:
-            num_text_tokens -= 1
-        elif token in state.stops.token_ids:
-            reason, stop_reason = "stop", token
-            if not state.stops.include_in_output:
+            if token in state.stops.token_ids:
+                stop_reason = token
+            if stop_reason is None or not state.stops.include_in_output:
                 num_text_tokens -= 1
-        ended = self._settle(state, num_text_tokens, reason, stop_reason, events)
+        ended = self._settle(state, num_text_tokens, _FINISH_REASONS.get(finish), stop_reason, events)
         if ended and finish == NOT_FINISHED:
             events.aborts.append(state.uid)
 
@@ -228,7 +226,6 @@ class _RequestState:
     uid: int
     prompt_tokens: int
     stops: StopRules
-    needs_every_token: bool
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     text: _GrowingText | None = None
     watched: bool = False
@@ -239,7 +236,6 @@ class _RequestState:
         """Make the text while it grows from now on, beginning with the tokens that are here."""
         self.text = _GrowingText(detokenizer.stream(), self.stops)
         self.text.grow(self.token_ids, len(self.token_ids), is_last=False)
-        self.needs_every_token = True
         return self.text
 
 

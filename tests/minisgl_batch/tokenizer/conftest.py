@@ -64,9 +64,7 @@ def byte_fallback(*, strip: bool) -> Tokenizer:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
     to_metaspace = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("▁"), to_metaspace]) if strip else to_metaspace
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), to_metaspace]) if strip else to_metaspace
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer
