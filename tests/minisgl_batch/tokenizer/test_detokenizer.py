@@ -42,6 +42,15 @@ def test_random_ids(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
     assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == decoded(any_tokenizer, ids)
 
 
+def test_every_token(any_tokenizer: Tokenizer) -> None:
+    """At the start, after a text and after itself; added tokens that no byte alphabet spells included."""
+    detokenizer = make_detokenizer(any_tokenizer)
+    before = any_tokenizer.encode("dog").ids[-1]
+    for token_id in range(any_tokenizer.get_vocab_size() + 1):
+        ids = [token_id, before, token_id, token_id]
+        assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == decoded(any_tokenizer, ids)
+
+
 @property_settings
 @given(data=st.data())
 def test_random_bytes(byte_level_tokenizer: Tokenizer, byte_fallback_tokenizer: Tokenizer, data: st.DataObject) -> None:
