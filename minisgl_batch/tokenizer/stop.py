@@ -24,7 +24,10 @@ class StopScanner:
         self._held = ""  # text that may be the beginning of a stop string
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Take more text; returns what is released by it, and the stop string if one is complete now."""
+        """Take more text; returns what is released by it, and the stop string if one is complete now.
+
+        What follows a stop string is nobody's: a scanner that found one has done its work.
+        """
         if not text:
             return "", None
         text = self._held + text
@@ -32,7 +35,6 @@ class StopScanner:
         found = min(((start + len(s), start, s) for s in self._strings if (start := text.find(s)) >= 0), default=None)
         if found is not None:
             end, start, string = found
-            self._held = ""
             return text[: end if self._include else start], string
         num_held = max(_beginning_at_end(text, s) for s in self._strings)
         released = text[: len(text) - num_held]

@@ -32,7 +32,7 @@ PromptInput: TypeAlias = str | Sequence[int] | Sequence[Message]
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 # Without any of them transformers 5 makes up a tokenizer that has hardly a token.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-_PROBE = "probe"
+_PROBE = "turn-end-probe"  # a text that no template holds itself
 
 
 def hide_torch() -> None:

@@ -19,7 +19,7 @@ SCRIPTS = [
 ]
 texts = st.one_of(st.sampled_from(SCRIPTS), st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 property_settings = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -40,6 +40,15 @@ def test_random_ids(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, any_tokenizer.get_vocab_size() + 8), max_size=40))
     detokenizer = make_detokenizer(any_tokenizer)
     assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == decoded(any_tokenizer, ids)
+
+
+def test_every_token(any_tokenizer: Tokenizer) -> None:
+    """At the start, after a text and after itself; added tokens that no byte alphabet spells included."""
+    detokenizer = make_detokenizer(any_tokenizer)
+    before = any_tokenizer.encode("dog").ids[-1]
+    for token_id in range(any_tokenizer.get_vocab_size() + 1):
+        ids = [token_id, before, token_id, token_id]
+        assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == decoded(any_tokenizer, ids)
 
 
 @property_settings

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_batch.tokenizer.stop import StopScanner
@@ -17,11 +17,14 @@ def first_stop(text: str, strings: list[str]) -> tuple[int, str] | None:
     return None
 
 
-@given(data=st.data(), include=st.booleans())
-def test_pieces_do_not_matter(data: st.DataObject, include: bool) -> None:
-    letters = st.text("ab\u0301", max_size=30)
-    text = data.draw(letters)
-    strings = data.draw(st.lists(st.text("ab\u0301", min_size=1, max_size=5), min_size=1, max_size=4))
+@settings(max_examples=300)
+@given(
+    text=st.text("ab", max_size=12),
+    strings=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    include=st.booleans(),
+    data=st.data(),
+)
+def test_pieces_do_not_matter(text: str, strings: list[str], include: bool, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
@@ -43,6 +46,11 @@ def test_pieces_do_not_matter(data: st.DataObject, include: bool) -> None:
         start, string = expected
         assert found == string
         assert released == text[: start + (len(string) if include else 0)]
+
+
+def test_the_first_to_end_wins_and_of_two_the_longer() -> None:
+    assert StopScanner(["abc", "b"], include=False).push("abc") == ("a", "b")
+    assert StopScanner(["bc", "abc", "c"], include=False).push("-abc") == ("-", "abc")
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
 from minisgl_batch.errors import ModelError, RequestError
 from minisgl_batch.tokenizer import ModelTokenizer
 
 PROMPTS = ["The quick brown fox", "안녕하세요 👩‍👩‍👧‍👦", "", " kůň\n\n", "<|im_start|>user"]
+ModelFolder = Callable[..., Path]
 USER = {"role": "user", "content": "Hi dog"}
 
 
@@ -43,6 +46,9 @@ def test_text_gets_bos_and_a_chat_no_second_one(strict: ModelTokenizer) -> None:
     assert strict.encode_prompt("dog").tolist().count(1) == 1
     assert strict.render_chat([USER]) == "<s>[INST] Hi dog [/INST]"
     assert strict.encode_chat([USER]).tolist().count(1) == 1
+    prompt, chat = strict.encode_inputs(["dog", [USER]])
+    np.testing.assert_array_equal(prompt, strict.encode_prompt("dog"))
+    np.testing.assert_array_equal(chat, strict.encode_chat([USER]))
 
 
 def test_chat_ends_where_the_answer_begins(chatml: ModelTokenizer) -> None:
@@ -92,7 +98,7 @@ def test_system_text_that_the_template_refuses(strict: ModelTokenizer) -> None:
         strict.encode_chat([USER], system="given")
 
 
-def test_template_that_stumbles(model_folder: Any) -> None:
+def test_template_that_stumbles(model_folder: ModelFolder) -> None:
     template = "{{ messages[0]['content'] + messages[0]['missing'] + 1 }}"
     tokenizer = ModelTokenizer.load(model_folder(tokenizer_config={"chat_template": template}))
     with pytest.raises(RequestError, match="chat template refuses"):
@@ -100,7 +106,7 @@ def test_template_that_stumbles(model_folder: Any) -> None:
     assert tokenizer.eos_ids == ()
 
 
-def test_model_without_a_chat_template(model_folder: Any) -> None:
+def test_model_without_a_chat_template(model_folder: ModelFolder) -> None:
     tokenizer = ModelTokenizer.load(model_folder())
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template"):
@@ -145,8 +151,24 @@ def test_eos_ids_are_united(chatml_folder: Path) -> None:
     assert ModelTokenizer.load(chatml_folder).eos_ids == (0, 2, 11, 12)
 
 
-def test_turn_end_is_found_behind_a_space(strict: ModelTokenizer) -> None:
-    assert strict.eos_ids == (2,)
+@pytest.mark.parametrize(
+    ("behind", "expected"),
+    [
+        ("</s>", (2,)),
+        (" </s>\n", (2,)),
+        ("", ()),
+        ("\n\nHuman:", ()),
+        ("<end of turn>", ()),  # a token, but no special one: a text may hold it
+    ],
+)
+def test_turn_end_of_the_chat_template(
+    model_folder: ModelFolder, byte_fallback_tokenizer: Tokenizer, behind: str, expected: tuple[int, ...]
+) -> None:
+    tokenizer = Tokenizer.from_str(byte_fallback_tokenizer.to_str())
+    tokenizer.add_tokens([AddedToken("<end of turn>", normalized=False)])
+    template = "{% for message in messages %}" + "{{ message['content'] }}" + behind + "{% endfor %}"
+    folder = model_folder(tokenizer, tokenizer_config={"chat_template": template})
+    assert ModelTokenizer.load(folder).eos_ids == expected
 
 
 @pytest.mark.parametrize(
