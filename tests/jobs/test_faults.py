@@ -125,6 +125,7 @@ FAULTS: list[tuple[str | bytes, str, str, str]] = [
     ('{"prompt": "a", "label": "x"}', "label", "isn't a known field", "under metadata"),
     ('{"prompt": "a", "presence_penalty": 0.5}', "presence_penalty", "isn't supported (it is 0.5)", "remove"),
     ('{"prompt": "a", "logprobs": true}', "logprobs", "isn't supported", "remove"),
+    ('{"prompt": "a", "logprobs": 0}', "logprobs", "isn't supported (it is 0)", "remove"),
     ('{"prompt": "a", "stream": true}', "stream", "isn't supported", "tail"),
     ('{"prompt": "a", "sampling_params": {"best_of": 2}}', "sampling_params.best_of", "isn't supported", "use n"),
     # Names and metadata
