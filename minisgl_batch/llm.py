@@ -19,7 +19,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig
 from minisgl_batch.errors import RequestError, UsageError
 from minisgl_batch.hub import model_path
-from minisgl_batch.messages import AbortRequests, AddRequests, EngineStats, NewRequest, Ready, RequestsRefused, StepOutput
+from minisgl_batch.messages import (
+    AbortRequests,
+    AddRequests,
+    EngineStats,
+    NewRequest,
+    Ready,
+    RequestsRefused,
+    StepOutput,
+)
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
 from minisgl_batch.scheduler.factory import make_scheduler
 from minisgl_batch.scheduler.source import LocalSource
