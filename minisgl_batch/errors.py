@@ -58,6 +58,10 @@ class RedisUnavailableError(QueueError):
     """Raised when Redis can't be reached, refuses the login or is too old."""
 
 
+class RedisFullError(QueueError):
+    """Raised when Redis has no room (memory or disk) for what was to be added; nothing was changed."""
+
+
 class SchemaVersionError(QueueError):
     """Raised when a job was written by a release whose records this one can't read."""
 
