@@ -66,7 +66,8 @@ def _client(url: str) -> redis.Redis:
         if scheme in _SENTINEL:
             return _sentinel_client(url, tls=_SENTINEL[scheme])
         if scheme in _PLAIN:
-            return redis.Redis.from_url(_PLAIN[scheme] + url[len(scheme) :], **_options())
+            options = _options() | ({} if scheme == "unix" else {"socket_keepalive": True})
+            return redis.Redis.from_url(_PLAIN[scheme] + url[len(scheme) :], **options)
     except (ValueError, TypeError):
         pass  # the original message may quote a password
     raise UsageError(f"{safe_url(url)!r} is not a Redis URL: give {_FORMS}; write special characters as %XX")
@@ -81,7 +82,7 @@ def _sentinel_client(url: str, *, tls: bool) -> redis.Redis:
     if not service or not all(name for name, _, _ in hosts):
         raise ValueError(url)
     login = {key: unquote(value) for key, value in (("username", user), ("password", password)) if value}
-    options: dict[str, Any] = {**_options(), **login, "db": int(db or 0)}
+    options: dict[str, Any] = {**_options(), **login, "socket_keepalive": True, "db": int(db or 0)}
     if tls:
         options["ssl"] = True
         options.update((name, values[-1]) for name, values in parse_qs(parts.query).items() if name.startswith("ssl_"))
@@ -96,7 +97,6 @@ def _options() -> dict[str, Any]:
     return {
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": 5.0,
-        "socket_keepalive": True,
         "health_check_interval": 30,
         "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=3),
         "protocol": 2,  # one shape of replies with every version of the client library
