@@ -105,6 +105,10 @@ class JobStateError(QueueError):
     """Raised when a job isn't in a state that allows what was asked, such as retrying a running job."""
 
 
+class TaskRefusedError(QueueError):
+    """Raised when an RQ task names a function that workers don't run."""
+
+
 class OutputError(MiniSGLError):
     """Raised when a dataset's folder can't be written or read: a full disk, no permission, a missing part."""
 

@@ -64,25 +64,6 @@ def _check_stop_token_ids(token_ids: object) -> None:
         _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 
 
-def _check_int(field: str, value: object, low: int, high: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameterError(field, f"must be a whole number, got {value!r}")
-    if not low <= value <= high:
-        raise InvalidParameterError(field, f"must be between {low} and {high}, got {value}")
-
-
-def _check_float(field: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidParameterError(field, f"must be a number, got {value!r}")
-    if value < low or value > high or (low_open and value == low):
-        opening = "(" if low_open else "["
-        raise InvalidParameterError(field, f"must be in {opening}{low:g}, {high:g}], got {value:g}")
-
-
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """What a user may set for a row; the names are those of vLLM and of the OpenAI API.
 

@@ -38,7 +38,7 @@ JOB_PARTS = (
 EVENTS = "events"
 """The part of a job's pub/sub channel: token messages and changes of state."""
 
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 def queue_name(model: str) -> str:
@@ -50,7 +50,7 @@ def queue_name(model: str) -> str:
 
 
 def is_job_id(job_id: str) -> bool:
-    """Whether the id can stand in key names, folder names and command lines."""
+    """Whether the id can stand in key names, folder names, RQ's job ids and command lines."""
     return _JOB_ID.fullmatch(job_id) is not None
 
 

@@ -91,18 +91,28 @@ class ChunkQueue:
     Methods raise RedisUnavailableError when Redis stays away; each may then be repeated without harm.
     """
 
-    def __init__(self, client: redis.Redis, model: str, worker_id: str, *, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self,
+        client: redis.Redis,
+        model: str,
+        worker_id: str,
+        *,
+        lease_s: float = LEASE_S,
+        engine: Mapping[str, str | int | float | bool | None] | None = None,
+    ) -> None:
         """
         Args:
             client: a connection to Redis.
             model: the served model's name.
             worker_id: unique among living groups, without blanks.
             lease_s: how long a chunk stays with a group that went silent. Renew three times as often.
+            engine: what the manifests of jobs that start here say about the engine.
         """
         self.keys = QueueKeys(queue_name(model))
         self.model = model
         self.worker_id = worker_id
         self.lease_s = lease_s
+        self._engine = json.dumps(dict(engine or {}))
         self._client = client
         self._scripts = Scripts(client)
         self._bell_id: bytes = b"0-0"
@@ -117,7 +127,7 @@ class ChunkQueue:
             token: give the same again to repeat a call that failed half-way; by default a new one.
         """
         token = token or secrets.token_hex(16)
-        reply = self._run("take", token, self.worker_id, self._lease_ms, SCHEMA_VERSION)
+        reply = self._run("take", token, self.worker_id, self._lease_ms, SCHEMA_VERSION, self._engine)
         if reply[0] == b"none":
             self._next_expiry_s = reply[1] / 1000 if reply[1] >= 0 else None
             return None

@@ -5,6 +5,7 @@ Knows the scripts and their answers, but nothing of Parquet or RQ. Called by the
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ class FinalisingJob:
         rows_ok, rows_error: rows of committed chunks.
         renames: committed chunk -> (token, epoch) of parts whose rename was not confirmed.
         left_over: chunks that were given back and not committed, such as those of a canceled job.
+        engine: what the worker that started the job said about its engine.
         queued_at, started_at: Unix seconds, server clock.
     """
 
@@ -48,6 +50,7 @@ class FinalisingJob:
     rows_error: int
     renames: dict[int, tuple[str, int]]
     left_over: tuple[int, ...]
+    engine: dict[str, str | int | float | bool | None]
     queued_at: float | None
     started_at: float | None
 
@@ -93,6 +96,7 @@ class Outbox:
             rows_error=int(fields[b"errors"]),
             renames={chunk: (token, int(of_epoch)) for chunk, (token, of_epoch) in sorted(records.items())},
             left_over=tuple(sorted(map(int, todo))),
+            engine=json.loads(fields.get(b"engine", b"{}")),
             queued_at=_seconds(fields.get(b"queued_at")),
             started_at=_seconds(fields.get(b"started_at")),
         )
@@ -103,9 +107,9 @@ class Outbox:
             fields: dict[Any, Any] = self._client.hgetall(self._keys.spool(job_id, chunk))
         return decode_spool(fields.items())
 
-    def renamed(self, job_id: str, chunk: int, token: str) -> None:
-        """Confirm that a committed part has its final name."""
-        self._scripts.run("renamed", self._keys.prefix, job_id, chunk, token)
+    def note_error(self, job_id: str, epoch: int, error: str) -> None:
+        """Say in the job's status why it can't be finalised at the moment."""
+        self._scripts.run("finerror", self._keys.prefix, job_id, epoch, error)
 
     def finish(
         self, job_id: str, epoch: int, state: JobState, *, error: str = "", retention_s: float = RETENTION_S

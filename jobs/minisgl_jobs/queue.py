@@ -201,7 +201,7 @@ class JobQueue:
 
 def _check_spec(spec: JobSpec) -> None:
     if not is_job_id(spec.job_id):
-        raise InvalidParameterError("job_id", f"must be up to 128 letters, digits, '.', '_', '-', got {spec.job_id!r}")
+        raise InvalidParameterError("job_id", f"must be up to 128 letters, digits, '_' and '-', got {spec.job_id!r}")
     if spec.num_rows < 1 or spec.chunk_rows < 1:
         raise InvalidParameterError("num_rows", "a job needs at least one row")
     Priority(spec.priority)

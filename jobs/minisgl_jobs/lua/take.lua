@@ -5,11 +5,12 @@
 -- ARGV[2]  worker
 -- ARGV[3]  lease_ms
 -- ARGV[4]  schema    version of the job records that this worker reads
+-- ARGV[5]  engine    JSON about this worker's engine, kept with a job that starts here
 --
 -- Returns {'none', ms until the next lease ends, or -1}
 -- or {'lease', job, chunk, attempt, epoch, spec, payload, poison, spool as fields and values}.
 
-local token, worker, lease_ms, schema = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local token, worker, lease_ms, schema, engine = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local REPEAT_TTL_MS = 60000
 local MAX_LOOKS = 64 -- entries that can't be handed out, in one call; the next call goes on
 
@@ -119,6 +120,7 @@ local function next_chunk(priority, job, is_new)
   end
   if chunk and state == 'queued' then
     redis.call('HSETNX', job_key(job), 'started_at', now_ms)
+    redis.call('HSET', job_key(job), 'engine', engine)
     set_state(job, 'running')
   end
   return chunk
