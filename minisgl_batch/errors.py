@@ -89,6 +89,10 @@ class RedisUnavailableError(QueueError):
     """Raised when Redis can't be reached, refuses the login or is too old."""
 
 
+class RedisFullError(QueueError):
+    """Raised when Redis has no room (memory or disk) for what was to be added; nothing was changed."""
+
+
 class SchemaVersionError(QueueError):
     """Raised when a job was written by a release whose records this one can't read."""
 
@@ -99,6 +103,10 @@ class JobNotFoundError(QueueError):
 
 class JobStateError(QueueError):
     """Raised when a job isn't in a state that allows what was asked, such as retrying a running job."""
+
+
+class TaskRefusedError(QueueError):
+    """Raised when an RQ task names a function that workers don't run."""
 
 
 class OutputError(MiniSGLError):

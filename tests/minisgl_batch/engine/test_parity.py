@@ -77,9 +77,7 @@ def ragged_prompts(reference: Any, page_size: int) -> list[list[int]]:
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal_loop", "overlap_loop"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ragged_batch_cold_and_warm(
-    models: Callable[[str], Model], family: str, page_size: int, overlap: bool
-) -> None:
+def test_ragged_batch_cold_and_warm(models: Callable[[str], Model], family: str, page_size: int, overlap: bool) -> None:
     reference, folder = models(family)
     budget = random.choice([1, 3, 7, 16, 64])
     served = Served(folder, page_size=page_size, max_prefill_tokens=budget, max_running=5, overlap=overlap)
