@@ -66,7 +66,7 @@ class Engine:
         if config.dummy_weights:
             init_dummy_weights(self._model, seed=0)
         else:
-            load_weights(self._model, path, tp)
+            load_weights(self._model, path)
         weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
 
         num_kv_heads = max(1, self.model_config.num_kv_heads // tp.size)
