@@ -132,7 +132,7 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     ),
     "another shape": (
         lambda t: t.update({KEY: torch.zeros(3, 5)}),
-        r"model\.safetensors: model\.layers\.1\.self_attn\.k_proj\.weight has the shape \[3, 5\].*asks for \[\d+, \d+\]",
+        r"model\.safetensors: model\.layers\.1\.\S+k_proj\.weight has the shape \[3, 5\].*asks for \[\d+, \d+\]",
     ),
     "transposed norm": (
         lambda t: t.update({"model.norm.weight": t["model.norm.weight"].unsqueeze(0)}),
@@ -141,7 +141,7 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "quantized": (lambda t: t.update({KEY: t[KEY].to(torch.int8)}), r"k_proj\.weight is stored as I8; quantized"),
     "twice": (
         lambda t: t.update({KEY.removeprefix("model."): t[KEY].clone()}),
-        r"holds .*k_proj\.weight, but .* holds",
+        r"holds \S+k_proj\.weight, but \S+ holds \S+ already",
     ),
     "no layer": (
         lambda t: [t.pop(key) for key in list(t) if "layers.0" in key],
