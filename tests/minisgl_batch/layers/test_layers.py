@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from minisgl_batch.distributed.group import SINGLE, TPGroup
+from minisgl_batch.distributed.group import SINGLE
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.layers.activation import silu_and_mul
 from minisgl_batch.layers.base import Layer, Part
@@ -23,25 +23,9 @@ from minisgl_batch.layers.linear import (
 from minisgl_batch.layers.norm import AddRMSNorm, RMSNorm
 from minisgl_batch.layers.packing import linear, pack
 from minisgl_batch.layers.sharding import shard_heads
+from tests.minisgl_batch.distributed.lone_rank import lone_rank
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-class Silent:
-    """Collectives of a group whose other ranks add nothing; for layers that are looked at one rank at a time."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unsqueeze(0)
-
-    def close(self) -> None:
-        pass
-
-
-def rank(number: int, size: int) -> TPGroup:
-    return TPGroup(number, size, Silent())
 
 
 def fill(layer: Layer) -> dict[str, torch.Tensor]:
@@ -62,9 +46,12 @@ def _key(part: Part) -> str:
 def test_rms_norm_rounds_before_it_scales(dtype: torch.dtype) -> None:
     norm = RMSNorm(24, 1e-5, dtype=dtype)
     norm.weight.copy_(torch.randn(24))
-    x = (torch.randn(5, 3, 48)[..., :24] * 100).to(dtype)  # strided, as queries are
+    x = (torch.randn(50, 3, 48)[..., :24] * 100).to(dtype)  # strided, as queries are
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(norm(x), exact.to(dtype) * norm.weight)
+    want = exact.to(dtype) * norm.weight
+    torch.testing.assert_close(norm(x), want)
+    if dtype == torch.bfloat16:  # float32 and float64 rarely round to different neighbours; another order often does
+        assert (norm(x) != want).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,7 +101,9 @@ def test_column_parallel_shards_stack_up(bias: bool) -> None:
     gates, ups = [], []
     for number in range(3):
         torch.manual_seed(seed)  # every rank reads the same checkpoint
-        layer = LinearColParallelMerged(12, {"gate": 6, "up": 9}, bias=bias, tp=rank(number, 3), dtype=torch.float32)
+        layer = LinearColParallelMerged(
+            12, {"gate": 6, "up": 9}, bias=bias, tp=lone_rank(number, 3), dtype=torch.float32
+        )
         full = fill(layer)
         gate, up = layer(x).split((2, 3), dim=-1)
         gates.append(gate)
@@ -128,7 +117,7 @@ def test_row_parallel_shards_add_up(bias: bool) -> None:
     seed, x, total = random.getrandbits(30), torch.randn(4, 12), torch.zeros(4, 5)
     for number in range(3):
         torch.manual_seed(seed)
-        layer = LinearRowParallel(12, 5, bias=bias, tp=rank(number, 3), dtype=torch.float32)
+        layer = LinearRowParallel(12, 5, bias=bias, tp=lone_rank(number, 3), dtype=torch.float32)
         full = fill(layer)
         total += layer(x[:, 4 * number : 4 * number + 4])
     torch.testing.assert_close(total, F.linear(x, full["weight"], full.get("bias")))
@@ -139,7 +128,9 @@ def test_query_heads_are_with_their_kv_head(heads: int, kv_heads: int, size: int
     head_dim, seed, x = 4, random.getrandbits(30), torch.randn(3, 10)
     for number in range(size):
         torch.manual_seed(seed)
-        layer = LinearQKVMerged(10, heads, kv_heads, head_dim, bias=True, tp=rank(number, size), dtype=torch.float32)
+        layer = LinearQKVMerged(
+            10, heads, kv_heads, head_dim, bias=True, tp=lone_rank(number, size), dtype=torch.float32
+        )
         full = fill(layer)
         q, k, v = layer(x).split(layer.split_sizes, dim=-1)
         whole = {n: F.linear(x, full[f"{n}_proj.weight"], full[f"{n}_proj.bias"]) for n in "qkv"}
@@ -156,7 +147,7 @@ def test_heads_that_cannot_be_split_list_the_sizes() -> None:
         with pytest.raises(InvalidParameterError, match=r"valid sizes: 1, 2, 4, 8$"):
             shard_heads(8, 2, 0, size)
     with pytest.raises(InvalidParameterError, match="dimension of 10 can't be split evenly over 4"):
-        LinearRowParallel(10, 5, bias=False, tp=rank(0, 4), dtype=torch.float32)
+        LinearRowParallel(10, 5, bias=False, tp=lone_rank(0, 4), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(8191, 4), (12, 4), (9, 8), (1, 2)])
@@ -165,8 +156,8 @@ def test_vocabulary_shards_cover_every_token_once(vocab_size: int, size: int) ->
     rows, logits, tokens, width = torch.zeros(vocab_size, 6), [], [], -(-vocab_size // size)
     for number in range(size):
         torch.manual_seed(seed)
-        embedding = VocabParallelEmbedding(vocab_size, 6, tp=rank(number, size), dtype=torch.float32)
-        head = LMHead(vocab_size, 6, tp=rank(number, size), dtype=torch.float32, tied=embedding)
+        embedding = VocabParallelEmbedding(vocab_size, 6, tp=lone_rank(number, size), dtype=torch.float32)
+        head = LMHead(vocab_size, 6, tp=lone_rank(number, size), dtype=torch.float32, tied=embedding)
         full = fill(embedding)["weight"]
         assert not fill(head)
         rows += embedding(ids)
@@ -192,9 +183,9 @@ def test_parameters_are_made_where_and_as_asked(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         layers = [
             LinearReplicated(4, 4, bias=True, dtype=dtype),
-            LinearRowParallel(4, 4, bias=True, tp=rank(1, 2), dtype=dtype),
-            LinearQKVMerged(4, 4, 2, 2, bias=True, tp=rank(1, 2), dtype=dtype),
-            VocabParallelEmbedding(9, 4, tp=rank(1, 2), dtype=dtype),
+            LinearRowParallel(4, 4, bias=True, tp=lone_rank(1, 2), dtype=dtype),
+            LinearQKVMerged(4, 4, 2, 2, bias=True, tp=lone_rank(1, 2), dtype=dtype),
+            VocabParallelEmbedding(9, 4, tp=lone_rank(1, 2), dtype=dtype),
             RMSNorm(4, 1e-6, dtype=dtype),
         ]
     for parameter in (p for layer in layers for p in layer.parameters()):

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_batch.distributed.group import SINGLE, TPGroup
+from minisgl_batch.distributed.group import SINGLE
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.models.registry import make_model
+from tests.minisgl_batch.distributed.lone_rank import lone_rank
 from tests.minisgl_batch.distributed.rank_pool import RankPool
 from tests.minisgl_batch.models import ranks
 from tests.minisgl_batch.models.hf import hf_logits, random_model, random_sequences, save
@@ -90,7 +91,6 @@ def test_a_size_that_does_not_fit_lists_those_that_do(
         intermediate_size=width,
     )
     config = load_model_config(save(reference, tmp_path))
-    group = TPGroup(0, size, comm=SINGLE)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameterError, match=f"valid sizes: {valid}$") as caught:
-        make_model(config, group, torch.float32)
+        make_model(config, lone_rank(0, size), torch.float32)
     assert caught.value.field == "tp"
