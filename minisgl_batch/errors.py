@@ -6,6 +6,9 @@ message alone and exits with `exit_code`; a traceback is a defect of ours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 
 class MiniSGLError(Exception):
     """Base of all errors raised on purpose."""
@@ -31,8 +34,36 @@ class InvalidParameterError(UsageError, ValueError):
         self.reason = message
 
 
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong in an input.
+
+    Attributes:
+        file: the input's name, as the user gave it.
+        line: from 1.
+        field: the name or path of the field at fault, such as "body.messages[2].role"; "" is the line as a whole.
+        problem: what is wrong; follows the field's name in a sentence.
+        hint: what to do.
+    """
+
+    file: str
+    line: int
+    field: str
+    problem: str
+    hint: str
+
+
 class InvalidInputError(UsageError):
-    """Raised when rows of an input can't be read or used, and the job was to refuse such rows."""
+    """Raised when an input can't be read, or when rows of it can't be used and the job was to refuse such rows.
+
+    `faults` are the first of the `num_faults` faulty rows; both are empty when the input as a whole is at fault. The
+    message lists the same.
+    """
+
+    def __init__(self, message: str, faults: Sequence[Fault] = (), num_faults: int = 0) -> None:
+        super().__init__(message)
+        self.faults = tuple(faults)
+        self.num_faults = num_faults
 
 
 class ModelError(MiniSGLError):
@@ -58,6 +89,10 @@ class RedisUnavailableError(QueueError):
     """Raised when Redis can't be reached, refuses the login or is too old."""
 
 
+class RedisFullError(QueueError):
+    """Raised when Redis has no room (memory or disk) for what was to be added; nothing was changed."""
+
+
 class SchemaVersionError(QueueError):
     """Raised when a job was written by a release whose records this one can't read."""
 
@@ -68,6 +103,14 @@ class JobNotFoundError(QueueError):
 
 class JobStateError(QueueError):
     """Raised when a job isn't in a state that allows what was asked, such as retrying a running job."""
+
+
+class TaskRefusedError(QueueError):
+    """Raised when an RQ task names a function that workers don't run."""
+
+
+class OutputError(MiniSGLError):
+    """Raised when a dataset's folder can't be written or read: a full disk, no permission, a missing part."""
 
 
 class WorkerError(MiniSGLError):

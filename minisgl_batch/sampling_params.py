@@ -6,7 +6,6 @@ over the model's own generation config) and then resolved once. Knows nothing of
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ MAX_TOKENS_LIMIT = 1 << 24  # no model's context comes near; larger values are t
 MAX_SEED = (1 << 63) - 1
 MAX_N = 1024
 MAX_STOP_STRINGS = 64
+MAX_TOKEN_ID = (1 << 31) - 1
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
@@ -31,11 +31,37 @@ def _check_int(field: str, value: object, low: int, high: int) -> None:
 def _check_float(field: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidParameterError(field, f"must be a number, got {value!r}")
-    if value < low or value > high or (low_open and value == low):
+    if not low <= value <= high or (low_open and value == low):  # also refuses NaN
         opening = "(" if low_open else "["
-        raise InvalidParameterError(field, f"must be in {opening}{low:g}, {high:g}], got {value:g}")
+        raise InvalidParameterError(field, f"must be in {opening}{low:g}, {high:g}], got {value}")
+
+
+def _check_bool(field: str, value: object) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidParameterError(field, f"must be true or false, got {value!r}")
+
+
+def _check_stop(stop: object) -> None:
+    strings = [stop] if isinstance(stop, str) else stop
+    if strings is None:
+        return
+    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
+        raise InvalidParameterError("stop", f"must be a string or a list of strings, got {stop!r}")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidParameterError("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
+    if not all(strings):
+        raise InvalidParameterError("stop", "must not hold an empty string")
+
+
+def _check_stop_token_ids(token_ids: object) -> None:
+    if token_ids is None:
+        return
+    if not isinstance(token_ids, list | tuple):
+        raise InvalidParameterError("stop_token_ids", f"must be a list of token ids, got {token_ids!r}")
+    for token_id in token_ids:
+        _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,28 +100,31 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         _check_int("n", self.n, 1, MAX_N)
         _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
         _check_int("seed", self.seed, 0, MAX_SEED)
-        _check_int("top_k", self.top_k, -1, 1 << 31)
+        _check_int("top_k", self.top_k, -1, MAX_TOKEN_ID)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        if isinstance(self.stop, list | tuple):
-            if len(self.stop) > MAX_STOP_STRINGS:
-                raise InvalidParameterError("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
-            if not all(isinstance(s, str) for s in self.stop):
-                raise InvalidParameterError("stop", "must be a string or a list of strings")
-        elif self.stop is not None and not isinstance(self.stop, str):
-            raise InvalidParameterError("stop", "must be a string or a list of strings")
-        if any(not s for s in self.stop_strings):
-            raise InvalidParameterError("stop", "must not hold an empty string")
-        for token_id in self.stop_token_ids or ():
-            _check_int("stop_token_ids", token_id, 0, (1 << 31) - 1)
+        _check_stop(self.stop)
+        _check_stop_token_ids(self.stop_token_ids)
+        _check_bool("ignore_eos", self.ignore_eos)
+        _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+        self._normalise()
+
+    def _normalise(self) -> None:
+        """One form for equal values, so that equal params compare, hash and serialise alike."""
+        for field in ("temperature", "top_p", "min_p"):
+            if isinstance(value := getattr(self, field), int):
+                msgspec.structs.force_setattr(self, field, float(value))
+        for field in ("stop", "stop_token_ids"):
+            if isinstance(value := getattr(self, field), list):
+                msgspec.structs.force_setattr(self, field, tuple(value))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty when not given."""
         if self.stop is None:
             return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """These values where given, else those of `defaults`."""

@@ -118,7 +118,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
         row_index: its position in the job, from 0.
         custom_id: the user's own name for it, "" when not given.
         prompt: text, tokenized as it is.
-        messages: chat messages as given, rendered by the model's chat template.
+        messages: chat messages, rendered by the model's chat template; content is always text (parts are joined).
         prompt_token_ids: token ids, used as they are.
         params: what the row itself says about sampling.
         metadata: the row's `metadata`, as JSON text ("" when not given).

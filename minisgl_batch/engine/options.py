@@ -37,10 +37,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineOptions:
     """
     device = _device(config.device)
     on_gpu = device.type == "cuda"
-    max_seq_len = config.max_seq_len or model.max_position_embeddings
-    if max_seq_len > model.max_position_embeddings:
+    max_seq_len = config.max_seq_len or model.context_len
+    if max_seq_len > model.context_len:
         raise InvalidParameterError(
-            "max_seq_len", f"{max_seq_len} is more than the model's context of {model.max_position_embeddings} tokens"
+            "max_seq_len", f"{max_seq_len} is more than the model's context of {model.context_len} tokens"
         )
     return EngineOptions(
         device=device,

@@ -1,0 +1,246 @@
+"""A dataset as a folder: parts, `_manifest.json` and, when every row is there, `_SUCCESS`.
+
+Data tools pass over names with a leading underscore or dot, so the folder can be read as it is by anything that reads
+Parquet. Knows nothing of Redis. Called by finalise (finish), submit (check and clear) and readers of results.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from minisgl_batch._version import __version__
+from minisgl_batch.errors import OutputError
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, check_schema_version
+from minisgl_jobs.parts import (
+    PART_PATTERN,
+    PENDING_PATTERN,
+    Part,
+    list_folder,
+    part_name,
+    part_names,
+    remove_file,
+    write_file,
+)
+from minisgl_jobs.results import result_schema
+
+MANIFEST = "_manifest.json"
+SUCCESS = "_SUCCESS"
+
+
+class ManifestPart(msgspec.Struct, frozen=True):
+    """A part: file name, result rows, size, and `chunk_sha256` of the rows it answers."""
+
+    name: str
+    num_rows: int
+    num_bytes: int
+    input_sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a dataset is and how it was made.
+
+    Attributes:
+        schema_version: of this record and of the columns.
+        release: the minisgl-batch version that wrote it.
+        job_id, model, num_rows, chunk_rows, seed, sampling, system, input, submitted_at: the job as it was submitted.
+        state: the job's final state; the dataset is complete if that is finished or partial.
+        reason: why a failed job failed.
+        epoch: 0, and one more for each retry.
+        num_ok, num_errors: rows by outcome.
+        finished_at: when the last part was there.
+        engine: what ran: sha256 of weights and tokenizer, chat template, dtype, attention backend, page size, tp.
+        parts: in chunk order.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    release: str = __version__
+    job_id: str
+    state: JobState
+    reason: str | None = None
+    epoch: int
+    model: str
+    num_rows: int
+    num_ok: int
+    num_errors: int
+    seed: int
+    sampling: SamplingParams
+    system: str | None
+    input: InputInfo
+    engine: dict[str, str | int | float | bool | None]
+    submitted_at: datetime
+    finished_at: datetime
+    chunk_rows: int
+    parts: list[ManifestPart]
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state in (JobState.FINISHED, JobState.PARTIAL)
+
+
+def make_manifest(
+    spec: JobSpec,
+    parts: Sequence[Part],
+    *,
+    state: JobState,
+    epoch: int,
+    num_ok: int,
+    num_errors: int,
+    engine: dict[str, str | int | float | bool | None] | None = None,
+    reason: str | None = None,
+) -> Manifest:
+    """The manifest of a job that has just ended with `parts`.
+
+    Raises:
+        OutputError: the job is said to be complete, and a part is missing or another job's.
+    """
+    manifest = Manifest(
+        job_id=spec.job_id,
+        state=state,
+        reason=reason,
+        epoch=epoch,
+        model=spec.model,
+        num_rows=spec.num_rows,
+        num_ok=num_ok,
+        num_errors=num_errors,
+        seed=spec.seed,
+        sampling=spec.params,
+        system=spec.system,
+        input=spec.input,
+        engine=engine or {},
+        submitted_at=datetime.fromtimestamp(spec.submitted_at, timezone.utc),
+        finished_at=datetime.now(timezone.utc),
+        chunk_rows=spec.chunk_rows,
+        parts=[ManifestPart(p.name, p.info.num_rows, p.num_bytes, p.info.input_sha256) for p in parts],
+    )
+    foreign = [part.name for part in parts if part.info.job_id != spec.job_id]
+    if foreign:
+        raise OutputError(f"{spec.output} holds parts of another job, such as {foreign[0]}")
+    if manifest.is_complete and (missing := missing_chunks(spec, parts)):
+        raise OutputError(f"{spec.output} lacks {len(missing)} parts, the first is {part_name(missing[0])}")
+    return manifest
+
+
+def missing_chunks(spec: JobSpec, parts: Iterable[Part]) -> list[int]:
+    """The chunks of a job that have no part yet."""
+    there = {part.info.chunk for part in parts}
+    return [chunk for chunk in range(spec.num_chunks) if chunk not in there]
+
+
+def finish_dataset(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and, last of all, `_SUCCESS` if the dataset is complete. May be repeated.
+
+    Raises:
+        OutputError: the folder can't be written.
+    """
+    if not manifest.is_complete:
+        remove_file(folder / SUCCESS)
+    write_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+    if manifest.is_complete:
+        write_file(folder / SUCCESS, b"")
+
+
+def reopen_dataset(folder: Path) -> None:
+    """Take `_SUCCESS` away before error rows are tried again.
+
+    Raises:
+        OutputError: the folder can't be written.
+    """
+    remove_file(folder / SUCCESS)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest, None while the job runs.
+
+    Raises:
+        OutputError: it can't be read or is damaged.
+        SchemaVersionError: another release wrote it.
+    """
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+        check_schema_version(msgspec.json.decode(content, type=_Versioned).schema_version, str(path))
+        return msgspec.json.decode(content, type=Manifest)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise OutputError(f"{path} can't be read: {error}") from error
+
+
+def read_batches(folder: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The results in row order, a part at a time: those that the manifest names or, while the job runs, those there.
+
+    Raises:
+        OutputError: there is no dataset, or a part is missing or damaged.
+    """
+    manifest = read_manifest(folder)
+    names = part_names(folder) if manifest is None else [part.name for part in manifest.parts]
+    if manifest is None and not names:
+        raise OutputError(f"{folder} holds no results yet" if folder.is_dir() else f"{folder}: there is no such folder")
+    for name in names:
+        try:
+            with pq.ParquetFile(folder / name) as file:
+                table = file.read(columns=None if columns is None else list(columns))
+        except (OSError, pa.ArrowException) as error:
+            raise OutputError(f"{folder / name} can't be read: {error}") from error
+        yield from table.replace_schema_metadata(None).to_batches()
+
+
+def read_dataset(folder: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """The same as one table; with no parts (a job canceled at once), an empty one.
+
+    Raises:
+        OutputError: there is no dataset, or a part is missing or damaged.
+    """
+    batches = list(read_batches(folder, columns))
+    if batches:
+        return pa.Table.from_batches(batches)
+    empty = result_schema().empty_table()
+    return empty if columns is None else empty.select(list(columns))
+
+
+def check_output(folder: Path, *, overwrite: bool = False) -> None:
+    """Make sure that a new job may write here: a folder that is absent or holds no dataset. Nothing is changed.
+
+    With `overwrite`, a dataset of ours may be there, for `clear_dataset` to remove.
+
+    Raises:
+        OutputError: a dataset or somebody's Parquet files are there, or the folder can't be written.
+    """
+    names = list_folder(folder)
+    foreign = [name for name in names if name.endswith(".parquet") and not PART_PATTERN.fullmatch(name)]
+    if foreign:
+        raise OutputError(f"{folder} holds Parquet files that aren't ours, such as {foreign[0]}: choose another folder")
+    if not overwrite and any(_is_ours(name) for name in names):
+        what = "a dataset" if MANIFEST in names else "parts of a job that isn't finished"
+        raise OutputError(f"{folder} holds {what}: choose another folder, or overwrite it with --overwrite")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise OutputError(f"{folder} can't be written: {existing} is not a folder that you may write to")
+
+
+def clear_dataset(folder: Path) -> None:
+    """Remove a dataset's files; other files stay. `_SUCCESS` and the manifest go first, so no half looks whole.
+
+    Raises:
+        OutputError: the folder can't be written.
+    """
+    ours = sorted((name for name in list_folder(folder) if _is_ours(name)), key=lambda n: (n != SUCCESS, n != MANIFEST))
+    for name in ours:
+        remove_file(folder / name)
+
+
+def _is_ours(name: str) -> bool:
+    unfinished = name.startswith((f".{MANIFEST}.", f".{SUCCESS}."))
+    return unfinished or name in (MANIFEST, SUCCESS) or any(p.fullmatch(name) for p in (PART_PATTERN, PENDING_PATTERN))
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: int

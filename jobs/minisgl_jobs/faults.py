@@ -1,0 +1,95 @@
+"""Collects what is wrong in an input and shows it as a table.
+
+Knows nothing of how rows are read. Called by the row reader; the command line renders the same faults in colour.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from minisgl_batch.errors import Fault, InvalidInputError
+
+MAX_SHOWN = 20
+COLUMNS = ("line", "field", "problem", "what to do")
+
+_MAX_CELL_CHARS = 240
+_MAX_VALUE_CHARS = 40
+# Control characters, lone surrogates, line separators and direction overrides.
+UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class FieldError(Exception):
+    """What a check of one row found; the row reader turns it into a Fault, so it never leaves this package."""
+
+    def __init__(self, field: str, problem: str, hint: str) -> None:
+        super().__init__(field, problem, hint)
+        self.field = field
+        self.problem = problem
+        self.hint = hint
+
+    def at(self, file: str, line: int) -> Fault:
+        """The fault, fit to be printed: user data must not reach a terminal raw, nor fill it."""
+        return Fault(file, line, *(_printable(text) for text in (self.field, self.problem, self.hint)))
+
+
+class FaultLog:
+    """The first faults of an input, and how many there are."""
+
+    def __init__(self, max_shown: int = MAX_SHOWN) -> None:
+        self.first: list[Fault] = []
+        self.num_faults = 0
+        self._max_shown = max_shown
+
+    def add(self, fault: Fault) -> None:
+        self.num_faults += 1
+        if len(self.first) < self._max_shown:
+            self.first.append(fault)
+
+    def error(self, file: str, num_rows: int) -> InvalidInputError:
+        """The error that refuses an input of `num_rows` rows."""
+        summary = f"{file}: {self.num_faults} of {num_rows} rows can't be used"
+        return InvalidInputError(
+            f"{summary}\n{render_faults(self.first, self.num_faults)}", self.first, self.num_faults
+        )
+
+
+def render_faults(faults: Sequence[Fault], num_faults: int) -> str:
+    """A plain-text table of `faults`, with a last line for those of `num_faults` that aren't among them."""
+    lines = [COLUMNS, *((str(fault.line), fault.field or "-", fault.problem, fault.hint) for fault in faults)]
+    widths = [max(len(line[i]) for line in lines) for i in range(3)]
+    table = [
+        f"{line:>{widths[0]}}  {field:<{widths[1]}}  {problem:<{widths[2]}}  {hint}"
+        for line, field, problem, hint in lines
+    ]
+    if num_faults > len(faults):
+        table.append(f"... and {num_faults - len(faults)} more")
+    return "\n".join(table)
+
+
+def describe_fault(fault: Fault) -> str:
+    """A fault as one sentence without the file's name, for the message of an error row."""
+    field = f"{fault.field} " if fault.field else ""
+    return f"line {fault.line}: {field}{fault.problem} ({fault.hint})"
+
+
+def show(value: Any) -> str:
+    """A JSON value as text short enough for a message."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
+
+
+def kind(value: Any) -> str:
+    """What a JSON value is, in words."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    names = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _printable(text: str) -> str:
+    if len(text) > _MAX_CELL_CHARS:
+        text = f"{text[:_MAX_CELL_CHARS]}..."
+    return UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)

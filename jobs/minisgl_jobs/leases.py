@@ -1,0 +1,232 @@
+"""Chunks as worker groups see them: take under a lease, keep it, spool finished rows, commit, or give back.
+
+Knows the scripts and their answers, but nothing of engines, tokens or Parquet. Called by frontends; `queue.py` is the
+clients' side of the same queue, `outbox.py` that of finalise.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+import redis
+
+from minisgl_jobs.connection import SOCKET_TIMEOUT_S
+from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
+from minisgl_jobs.model import SCHEMA_VERSION, JobSpec
+from minisgl_jobs.scripts import Scripts, redis_errors
+from minisgl_jobs.spool import decode_spool, encode_batch, sample_name
+from minisgl_jobs.status import WorkerInfo
+
+LEASE_S = 15.0
+SOLO_DEATHS = 2  # a chunk that saw so many runs alone in its worker
+LOST_ROW_DEATHS = 2  # a row that died alone so often is given up
+MAX_SPOOL_RESULTS = 1000  # in one call
+
+_specs = msgspec.msgpack.Decoder(JobSpec)
+
+
+class Renewal(str, Enum):
+    """What became of a lease at its renewal."""
+
+    OK = "ok"
+    LOST = "lost"  # somebody else has the chunk: drop it
+    CANCEL = "cancel"  # stop its rows, then complete it with those that are finished, or hand it back
+
+
+class Commit(str, Enum):
+    """What became of a chunk at its completion."""
+
+    COMMITTED = "committed"
+    AGAIN = "again"  # it was committed by this very lease before
+    STALE = "stale"  # somebody else has it, or has committed it: drop the part
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A worker group's right to one chunk.
+
+    Attributes:
+        spec: the job.
+        chunk: which of its chunks.
+        token: the right itself; new and random for each lease.
+        epoch: 0, and one more for each retry of the job: for the names of temporary parts.
+        attempt: larger for each later lease of the chunk: for readers of its tokens.
+        payload: the chunk's rows, as it was appended.
+        spooled: (row, sample) -> encoded results that are finished already and not to be generated again.
+        num_deaths: workers that died over it.
+        suspect: rows that ran, alone in their worker, when it died last; run them first, in smaller parts.
+        lost_rows: rows to give up as `worker_lost`.
+    """
+
+    spec: JobSpec
+    chunk: int
+    token: str
+    epoch: int
+    attempt: int
+    payload: bytes
+    spooled: dict[tuple[int, int], bytes]
+    num_deaths: int = 0
+    suspect: range | None = None
+    lost_rows: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> range:
+        return self.spec.chunk_range(self.chunk)
+
+    @property
+    def is_solo(self) -> bool:
+        """Whether the chunk must be alone in its worker, and each part of it announced by `ChunkQueue.probe`."""
+        return self.num_deaths >= SOLO_DEATHS
+
+
+class ChunkQueue:
+    """One model's queue, for one worker group. Not for several threads at once.
+
+    Methods raise RedisUnavailableError when Redis stays away; each may then be repeated without harm.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        model: str,
+        worker_id: str,
+        *,
+        lease_s: float = LEASE_S,
+        engine: Mapping[str, str | int | float | bool | None] | None = None,
+    ) -> None:
+        """
+        Args:
+            client: a connection to Redis.
+            model: the served model's name.
+            worker_id: unique among living groups, without blanks.
+            lease_s: how long a chunk stays with a group that went silent. Renew three times as often.
+            engine: what the manifests of jobs that start here say about the engine.
+        """
+        self.keys = QueueKeys(queue_name(model))
+        self.model = model
+        self.worker_id = worker_id
+        self.lease_s = lease_s
+        self._engine = json.dumps(dict(engine or {}))
+        self._client = client
+        self._scripts = Scripts(client)
+        self._bell_id: bytes = b"0-0"
+        self._next_expiry_s: float | None = None
+        with redis_errors():
+            client.hset(QUEUES, self.keys.queue, model)
+
+    def take(self, token: str | None = None) -> Lease | None:
+        """The chunk whose turn it is, or None: first one of a dead worker, then by priority and turn.
+
+        Args:
+            token: give the same again to repeat a call that failed half-way; by default a new one.
+        """
+        token = token or secrets.token_hex(16)
+        reply = self._run("take", token, self.worker_id, self._lease_ms, SCHEMA_VERSION, self._engine)
+        if reply[0] == b"none":
+            self._next_expiry_s = reply[1] / 1000 if reply[1] >= 0 else None
+            return None
+        return _parse_lease(token, reply)
+
+    def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
+        """Extend leases; tells for each what became of it. Call every third of `lease_s`, also without any."""
+        args = [arg for lease in leases for arg in (lease.spec.job_id, lease.chunk, lease.token)]
+        return [Renewal(answer.decode()) for answer in self._run("renew", self._lease_ms, *args)]
+
+    def spool(self, lease: Lease, results: Mapping[tuple[int, int], bytes]) -> bool:
+        """Keep finished results, (row, sample) -> encoded; those that are there already stay as they are.
+
+        Returns:
+            False when the lease is lost.
+
+        Raises:
+            RedisFullError: keep them in memory; the chunk can be completed all the same.
+        """
+        items = list(results.items())
+        for start in range(0, len(items), MAX_SPOOL_RESULTS):
+            batch = dict(items[start : start + MAX_SPOOL_RESULTS])
+            names = [sample_name(*sample) for sample in batch]
+            if self._run_lease("spool", lease, encode_batch(batch), *names) == b"stale":
+                return False
+        return True
+
+    def probe(self, lease: Lease, rows: range) -> bool:
+        """Note that exactly these rows of a solo chunk run from now on; False when the lease is lost."""
+        return bool(self._run_lease("probe", lease, rows.start, rows.stop) == b"ok")
+
+    def complete(self, lease: Lease, *, rows_ok: int, rows_error: int) -> Commit:
+        """Commit a chunk whose part is on disk under its temporary name; rename the part next, then `renamed`.
+
+        Raises:
+            ValueError: the rows are not those of the chunk.
+        """
+        answer = self._run_lease("complete", lease, rows_ok, rows_error)
+        if answer == b"miscounted":
+            raise ValueError(f"{rows_ok} + {rows_error} rows for a chunk of {len(lease.rows)}")
+        return Commit(answer.decode())
+
+    def renamed(self, leases: Iterable[Lease]) -> None:
+        """Confirm that the parts of committed chunks have their final names."""
+        for lease in leases:
+            self._run("renamed", lease.spec.job_id, lease.chunk, lease.token)
+
+    def handback(self, leases: Iterable[Lease]) -> None:
+        """Give chunks back, such as at a drain; spooled results stay with them. Lost ones are passed over."""
+        for lease in leases:
+            self._run_lease("handback", lease)
+
+    def heartbeat(self, info: WorkerInfo, ttl_s: float = LEASE_S) -> None:
+        """Register this group, or go on being registered."""
+        self._run("heartbeat", info.worker_id, int(ttl_s * 1000), msgspec.msgpack.encode(info))
+
+    def leave(self) -> None:
+        """End the registration."""
+        self._run("heartbeat", self.worker_id, 0, b"")
+
+    def wait_for_work(self, timeout_s: float) -> None:
+        """Block until there may be work: the bell, or a lease that may have expired; at most for the time given."""
+        # A third of a lease at most, so that this group is seen alive: see note_activity in prelude.lua.
+        limits = [timeout_s, self.lease_s / 3, SOCKET_TIMEOUT_S / 2]
+        if self._next_expiry_s is not None:
+            limits.append(self._next_expiry_s)
+        block_ms = max(1, int(min(limits) * 1000))
+        with redis_errors():
+            reply: Any = self._client.xread({self.keys.part("bell"): self._bell_id}, count=100, block=block_ms)
+        if reply:
+            self._bell_id = reply[0][1][-1][0]
+
+    @property
+    def _lease_ms(self) -> int:
+        return int(self.lease_s * 1000)
+
+    def _run(self, script: str, *args: str | bytes | int) -> Any:
+        return self._scripts.run(script, self.keys.prefix, *args)
+
+    def _run_lease(self, script: str, lease: Lease, *args: str | bytes | int) -> Any:
+        return self._run(script, lease.spec.job_id, lease.chunk, lease.token, *args)
+
+
+def _parse_lease(token: str, reply: list[Any]) -> Lease:
+    _, _, chunk, attempt, epoch, spec, payload, poison, spool = reply
+    deaths: dict[str, Any] = json.loads(poison) if poison else {"deaths": 0, "rows": {}}
+    lost = tuple(sorted(int(row) for row, num in deaths["rows"].items() if num >= LOST_ROW_DEATHS))
+    suspect = range(*map(int, deaths["suspect"])) if deaths.get("suspect") else None
+    if suspect is not None and len(suspect) == 1 and suspect.start in lost:
+        suspect = None
+    return Lease(
+        spec=_specs.decode(spec),
+        chunk=int(chunk),
+        token=token,
+        epoch=int(epoch),
+        attempt=int(attempt),
+        payload=payload,
+        spooled=decode_spool(zip(spool[::2], spool[1::2], strict=True)),
+        num_deaths=int(deaths["deaths"]),
+        suspect=suspect,
+        lost_rows=lost,
+    )

@@ -1,0 +1,23 @@
+-- Adds chunks' payloads to a job that is being submitted, and lets it live on.
+--
+-- KEYS[1]  the queue's prefix
+-- ARGV[1]  job
+-- ARGV[2]  ttl_ms
+-- ARGV[3...]         chunks and payloads
+--
+-- Returns 'ok', 'gone' (no such job, or it has ended by itself) or 'sealed'.
+
+local job, ttl_ms = ARGV[1], tonumber(ARGV[2])
+
+local state = redis.call('HGET', job_key(job), 'state')
+if not state then
+  return 'gone'
+elseif state ~= 'submitting' then
+  return 'sealed'
+end
+
+redis.call('HSET', job_key(job, 'in'), unpack(ARGV, 3))
+redis.call('PEXPIRE', job_key(job, 'in'), ttl_ms)
+redis.call('PEXPIRE', job_key(job), ttl_ms)
+expire_jobs_if_idle(ttl_ms)
+return 'ok'

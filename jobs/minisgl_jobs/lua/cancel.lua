@@ -1,0 +1,19 @@
+-- Stops a job: nothing of it is handed out any more, and it is finalised when no worker holds a chunk of it.
+--
+-- KEYS[1]  the queue's prefix
+-- ARGV[1]  job
+--
+-- Returns the state that the job was in before, or false when there is no such job. A finalising job is too far to stop.
+
+local job = ARGV[1]
+
+write_when_full()
+local state = redis.call('HGET', job_key(job), 'state')
+if state == 'submitting' or state == 'queued' or state == 'running' then
+  persist(job)
+  leave_ring(job)
+  redis.call('HSET', job_key(job), 'canceled', 1)
+  set_state(job, 'canceling')
+  finalise_when_let_go(job)
+end
+return state

@@ -1,0 +1,40 @@
+-- Gives a finalised job its last state. From here on all of its keys end by themselves.
+--
+-- KEYS[1]  the queue's prefix
+-- ARGV[1]  job
+-- ARGV[2]  epoch     that was finalised
+-- ARGV[3]  state     finished, partial, failed or canceled
+-- ARGV[4]  ttl_ms
+-- ARGV[5]  error     why it failed, else ''
+--
+-- Returns 'done', 'again' (it has a last state) or 'stale' (another epoch, or not finalising).
+
+local job, epoch, state, ttl_ms, why = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
+
+write_when_full()
+local fields = redis.call('HMGET', job_key(job), 'state', 'epoch')
+if fields[2] ~= epoch then
+  return 'stale'
+elseif fields[1] ~= 'finalising' then
+  local final = {finished = true, partial = true, failed = true, canceled = true}
+  return final[fields[1]] and 'again' or 'stale'
+end
+
+for _, chunk in ipairs(redis.call('LRANGE', job_key(job, 'todo'), 0, -1)) do
+  redis.call('UNLINK', spool_key(job, chunk))
+end
+redis.call('UNLINK', job_key(job, 'todo'), job_key(job, 'poison'), job_key(job, 'renames'))
+if state ~= 'partial' then -- the others can't be retried
+  redis.call('UNLINK', job_key(job, 'in'))
+end
+redis.call('HSET', job_key(job), 'finished_at', now_ms, 'error', why)
+set_state(job, state)
+redis.call('ZREM', key.fin, job)
+redis.call('PEXPIRE', job_key(job), ttl_ms)
+for _, part in ipairs(job_parts) do
+  if part ~= 'tokens' and part ~= 'watch' then -- their own are shorter
+    redis.call('PEXPIRE', job_key(job, part), ttl_ms)
+  end
+end
+expire_jobs_if_idle(ttl_ms)
+return 'done'

@@ -1,0 +1,122 @@
+-- What several scripts share; put before each of them by scripts.py, after the key names of keys.py.
+-- Every script is one atomic step: it validates first and writes after, since Redis doesn't roll back.
+
+local time = redis.call('TIME')
+local now_us = time[1] * 1000000 + time[2]
+local now_ms = math.floor(now_us / 1000)
+
+local MAX_GRACE_MS = 2000
+local TICK_TTL_MS = 86400000
+local BELL_TTL_MS = 3600000
+
+-- A full Redis refuses commands that may need memory, unless the script has written before: scripts that keep or free
+-- work begin with this, so that what is under way still drains.
+local function write_when_full()
+  redis.call('DEL', key.noop)
+end
+
+local function announce(job, state)
+  redis.call('PUBLISH', job_key(job, 'events'), 'state ' .. state)
+end
+
+local function set_state(job, state)
+  redis.call('HSET', job_key(job), 'state', state)
+  announce(job, state)
+end
+
+local function ring_bell()
+  redis.call('XADD', key.bell, 'MAXLEN', '~', 16, '*', 'rung', 1)
+  redis.call('PEXPIRE', key.bell, BELL_TTL_MS)
+end
+
+local function leave_ring(job)
+  redis.call('ZREM', ring_key(redis.call('HGET', job_key(job), 'priority')), job)
+end
+
+local function persist(job)
+  redis.call('PERSIST', job_key(job))
+  for _, part in ipairs(job_parts) do
+    redis.call('PERSIST', job_key(job, part))
+  end
+  redis.call('PERSIST', key.jobs)
+end
+
+-- The list of jobs lives as long as its longest-lived job; while any job is under way it has no end.
+local function expire_jobs_if_idle(ttl_ms)
+  local under_way = redis.call('ZCARD', key.lease) + redis.call('ZCARD', key.fin)
+  for _, priority in ipairs({'high', 'normal', 'low'}) do
+    under_way = under_way + redis.call('ZCARD', ring_key(priority))
+  end
+  if under_way == 0 and redis.call('PTTL', key.jobs) < ttl_ms then
+    redis.call('PEXPIRE', key.jobs, ttl_ms)
+  end
+end
+
+-- The token, attempt and worker that hold a chunk; nil when nobody does.
+local function holder(job, chunk)
+  local live = redis.call('HGET', job_key(job, 'live'), chunk)
+  if live then
+    return string.match(live, '^(%S+) (%S+) (.*)$')
+  end
+end
+
+local function holds(job, chunk, token)
+  local held = holder(job, chunk)
+  return held ~= nil and held == token
+end
+
+local function end_lease(job, chunk)
+  redis.call('HDEL', job_key(job, 'live'), chunk)
+  redis.call('ZREM', key.lease, job .. '|' .. chunk)
+end
+
+-- The outbox entry is written in the same step as the state, so that finalise can't be forgotten.
+local function to_finalising(job)
+  leave_ring(job)
+  set_state(job, 'finalising')
+  redis.call('ZADD', key.fin, now_ms, job)
+  ring_bell()
+end
+
+-- A canceled job waits only for the chunks that workers hold.
+local function finalise_when_let_go(job)
+  if redis.call('HLEN', job_key(job, 'live')) == 0 then
+    to_finalising(job)
+  end
+end
+
+-- Ends the lease of a canceled job's chunk; finalise looks for rows in the spools of the chunks in `todo`.
+local function drop_canceled(job, chunk)
+  end_lease(job, chunk)
+  if redis.call('EXISTS', spool_key(job, chunk)) == 1 then
+    redis.call('RPUSH', job_key(job, 'todo'), chunk)
+  end
+  finalise_when_let_go(job)
+end
+
+-- After an outage every lease looks expired. When no worker was seen for longer than renewals are apart, those that
+-- live get some time to renew before anybody takes over. `grace` outlives its own end by a lease, so that one silence
+-- can't start it twice.
+local function note_activity(lease_ms)
+  local seen = tonumber(redis.call('GET', key.tick) or 0)
+  if now_ms - seen > lease_ms / 2 and redis.call('ZCARD', key.lease) > 0 and redis.call('EXISTS', key.grace) == 0 then
+    local grace_ms = math.min(MAX_GRACE_MS, lease_ms)
+    redis.call('SET', key.grace, now_ms + grace_ms, 'PX', grace_ms + lease_ms)
+  end
+  redis.call('SET', key.tick, now_ms, 'PX', TICK_TTL_MS)
+end
+
+-- deaths: takeovers of the chunk; probe: the rows [start, stop) that run now, alone; suspect: those that ran when the
+-- last worker died; rows: deaths of a row that ran alone.
+local function load_poison(job, chunk)
+  local text = redis.call('HGET', job_key(job, 'poison'), chunk)
+  return text and cjson.decode(text) or {deaths = 0, rows = {}}
+end
+
+local function save_poison(job, chunk, poison)
+  redis.call('HSET', job_key(job, 'poison'), chunk, cjson.encode(poison))
+end
+
+local function rows_of_chunk(rows, chunk_rows, chunk)
+  return math.min(tonumber(chunk_rows), tonumber(rows) - tonumber(chunk) * tonumber(chunk_rows))
+end

@@ -1,0 +1,5 @@
+-- Wakes the idle workers.
+--
+-- KEYS[1]  the queue's prefix
+
+ring_bell()

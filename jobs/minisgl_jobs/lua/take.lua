@@ -1,0 +1,152 @@
+-- Hands one chunk to a worker under a new lease.
+--
+-- KEYS[1]  the queue's prefix
+-- ARGV[1]  token     new and random; a repeated call with the same token gets the same chunk
+-- ARGV[2]  worker
+-- ARGV[3]  lease_ms
+-- ARGV[4]  schema    version of the job records that this worker reads
+-- ARGV[5]  engine    JSON about this worker's engine, kept with a job that starts here
+--
+-- Returns {'none', ms until the next lease ends, or -1}
+-- or {'lease', job, chunk, attempt, epoch, spec, payload, poison, spool as fields and values}.
+
+local token, worker, lease_ms, schema, engine = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
+local REPEAT_TTL_MS = 60000
+local MAX_LOOKS = 64 -- entries that can't be handed out, in one call; the next call goes on
+
+local function describe(job, chunk, attempt)
+  local fields = redis.call('HMGET', job_key(job), 'epoch', 'spec')
+  return {
+    'lease', job, chunk, attempt, fields[1], fields[2],
+    redis.call('HGET', job_key(job, 'in'), chunk) or '',
+    redis.call('HGET', job_key(job, 'poison'), chunk) or '',
+    redis.call('HGETALL', spool_key(job, chunk)),
+  }
+end
+
+-- The attempt orders the runs of a chunk for readers of its tokens: time, so that it grows after a loss of data too.
+local function grant(job, chunk)
+  local attempt = string.format('%.0f', now_us)
+  redis.call('HSET', job_key(job, 'live'), chunk, token .. ' ' .. attempt .. ' ' .. worker)
+  redis.call('ZADD', key.lease, now_ms + lease_ms, job .. '|' .. chunk)
+  redis.call('SET', take_key(worker), token .. ' ' .. job .. ' ' .. chunk, 'PX', REPEAT_TTL_MS)
+  return describe(job, chunk, attempt)
+end
+
+local function taken_before()
+  local last = redis.call('GET', take_key(worker))
+  if last then
+    local last_token, job, chunk = string.match(last, '^(%S+) (%S+) (%S+)$')
+    if last_token == token and holds(job, chunk, token) then
+      local _, attempt = holder(job, chunk)
+      return describe(job, chunk, attempt)
+    end
+  end
+end
+
+local function count_death(job, chunk)
+  local poison = load_poison(job, chunk)
+  poison.deaths = poison.deaths + 1
+  if poison.probe then
+    local start, stop = poison.probe[1], poison.probe[2]
+    poison.suspect, poison.probe = poison.probe, nil
+    if stop - start == 1 then
+      local row = string.format('%.0f', start)
+      poison.rows[row] = (poison.rows[row] or 0) + 1
+    end
+  end
+  save_poison(job, chunk, poison)
+  redis.call('HINCRBY', job_key(job), 'deaths', 1)
+end
+
+local function take_over(paused)
+  if tonumber(redis.call('GET', key.grace) or 0) > now_ms then
+    return nil
+  end
+  local expired = redis.call('ZRANGEBYSCORE', key.lease, '-inf', now_ms, 'LIMIT', 0, MAX_LOOKS)
+  for _, member in ipairs(expired) do
+    local job, chunk = string.match(member, '^(.*)|(%d+)$')
+    local fields = redis.call('HMGET', job_key(job), 'state', 'schema')
+    if not holder(job, chunk) then
+      redis.call('ZREM', key.lease, member)
+    elseif fields[1] == 'canceling' then
+      drop_canceled(job, chunk)
+    elseif fields[1] == 'running' and fields[2] == schema and not paused then
+      count_death(job, chunk)
+      return grant(job, chunk)
+    end
+  end
+end
+
+-- The job whose turn it is. A new job goes to the front, but after a new one comes the old one that waited longest, so
+-- that a flood of small jobs can't hold back a big one.
+local function next_job(priority)
+  local first = redis.call('ZRANGE', ring_key(priority), 0, 0, 'WITHSCORES')
+  local job, is_new = first[1], first[1] and tonumber(first[2]) < 0
+  if is_new and redis.call('EXISTS', turn_key(priority)) == 1 then
+    local old = redis.call('ZRANGEBYSCORE', ring_key(priority), 0, '+inf', 'LIMIT', 0, 1)
+    if old[1] then
+      return old[1], false
+    end
+  end
+  return job, is_new
+end
+
+-- The job's next chunk; nil when it has none for this worker. Moves the job in its ring, or out of it.
+local function next_chunk(priority, job, is_new)
+  local fields = redis.call('HMGET', job_key(job), 'state', 'schema', 'next', 'num_chunks')
+  local state, next_, num_chunks = fields[1], tonumber(fields[3]), tonumber(fields[4])
+  if state ~= 'queued' and state ~= 'running' then
+    redis.call('ZREM', ring_key(priority), job)
+    return nil
+  elseif fields[2] ~= schema then
+    redis.call('ZADD', ring_key(priority), now_us, job)
+    return nil
+  end
+  local chunk = redis.call('LPOP', job_key(job, 'todo'))
+  if not chunk and next_ < num_chunks then
+    chunk = tostring(next_)
+    next_ = redis.call('HINCRBY', job_key(job), 'next', 1)
+  end
+  if next_ < num_chunks or redis.call('EXISTS', job_key(job, 'todo')) == 1 then
+    redis.call('ZADD', ring_key(priority), now_us, job)
+  else
+    redis.call('ZREM', ring_key(priority), job)
+  end
+  if is_new then
+    redis.call('SET', turn_key(priority), 1, 'PX', TICK_TTL_MS)
+  else
+    redis.call('DEL', turn_key(priority))
+  end
+  if chunk and state == 'queued' then
+    redis.call('HSETNX', job_key(job), 'started_at', now_ms)
+    redis.call('HSET', job_key(job), 'engine', engine)
+    set_state(job, 'running')
+  end
+  return chunk
+end
+
+local function take_new()
+  for _, priority in ipairs({'high', 'normal', 'low'}) do
+    for _ = 1, MAX_LOOKS do
+      local job, is_new = next_job(priority)
+      if not job then
+        break
+      end
+      local chunk = next_chunk(priority, job, is_new)
+      if chunk then
+        return grant(job, chunk)
+      end
+    end
+  end
+end
+
+write_when_full()
+note_activity(lease_ms)
+local paused = redis.call('EXISTS', key.paused) == 1
+local taken = taken_before() or take_over(paused) or (not paused and take_new())
+if taken then
+  return taken
+end
+local next_end = redis.call('ZRANGE', key.lease, 0, 0, 'WITHSCORES')[2]
+return {'none', next_end and math.max(0, tonumber(next_end) - now_ms) or -1}

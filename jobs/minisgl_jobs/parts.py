@@ -1,0 +1,226 @@
+"""Writes the Parquet parts of a dataset so that a crash at any moment leaves whole parts only.
+
+A part is written under a hidden name that holds epoch, chunk and lease token, and synced; once the queue has committed
+the chunk it is renamed to its final name. So a worker that lost its lease can't put its file over a committed one.
+Knows nothing of Redis. Called by frontends (write, commit) and finalise (commit, scan, clean-up).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from minisgl_batch.errors import OutputError
+from minisgl_jobs.model import SCHEMA_VERSION
+
+PART_PATTERN = re.compile(r"part-(\d{6,})\.parquet")
+PENDING_PATTERN = re.compile(r"\.part-(\d+)-(\d+)\.(.+)")
+_METADATA_KEY = b"minisgl_batch"
+_LOW_CARDINALITY = ["status", "finish_reason", "stop_reason", "error_type", "model"]
+
+
+class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a part's file metadata says, as JSON under the key "minisgl_batch".
+
+    Attributes:
+        job_id, chunk, epoch: whose results these are.
+        input_sha256: `chunk_sha256` of the rows they answer; resume goes by it.
+        num_rows: result rows in the part.
+        schema_version: of the columns.
+    """
+
+    job_id: str
+    chunk: int
+    epoch: int
+    input_sha256: str
+    num_rows: int
+    schema_version: int = SCHEMA_VERSION
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A committed part: its file's name and size in bytes, and what the file says of itself."""
+
+    name: str
+    num_bytes: int
+    info: PartInfo
+
+
+def part_name(chunk: int) -> str:
+    """The final name of a chunk's part; up to a million parts sort as their numbers do."""
+    return f"part-{chunk:06d}.parquet"
+
+
+def pending_name(chunk: int, epoch: int, token: str) -> str:
+    """The name of a part until its chunk is committed; dataset readers pass over names with a leading dot."""
+    return f".part-{epoch}-{chunk:06d}.{token}"
+
+
+def write_part(folder: Path, table: pa.Table, info: PartInfo, token: str) -> Path:
+    """Write a part under its pending name; on return it is on disk. The folder is made if it isn't there.
+
+    Raises:
+        OutputError: the disk is full, or the folder can't be written; nothing is left behind.
+        ValueError: `info.num_rows` isn't the table's; a defect of the caller.
+    """
+    if info.num_rows != table.num_rows:
+        raise ValueError(f"part {info.chunk} says {info.num_rows} rows and holds {table.num_rows}")
+    path = folder / pending_name(info.chunk, info.epoch, token)
+    described = table.replace_schema_metadata({_METADATA_KEY: msgspec.json.encode(info)})
+    with _writing(path, table.nbytes):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("wb") as file:
+                pq.write_table(described, file, compression="zstd", use_dictionary=_LOW_CARDINALITY)
+                file.flush()
+                os.fsync(file.fileno())
+            sync_folder(folder)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    return path
+
+
+def commit_part(folder: Path, chunk: int, epoch: int, token: str) -> Path:
+    """Give a part its final name, in place of one of an earlier epoch; done already is fine.
+
+    Raises:
+        OutputError: there is no such part, or the folder can't be written.
+    """
+    pending, final = folder / pending_name(chunk, epoch, token), folder / part_name(chunk)
+    with _writing(final, 0):
+        try:
+            pending.replace(final)
+        except FileNotFoundError:
+            if not final.exists() or read_part(final).info.epoch != epoch:
+                raise OutputError(f"{pending} has vanished: was the output folder changed while the job ran?") from None
+        sync_folder(folder)
+    return final
+
+
+def read_part(path: Path) -> Part:
+    """What a part's footer says.
+
+    Raises:
+        OutputError: the file can't be read, is damaged or isn't a part.
+    """
+    try:
+        metadata = pq.read_metadata(path).metadata or {}
+        info = msgspec.json.decode(metadata[_METADATA_KEY], type=PartInfo)
+        return Part(path.name, path.stat().st_size, info)
+    except (OSError, pa.ArrowException, KeyError, msgspec.DecodeError) as error:
+        raise OutputError(f"{path} isn't a whole part of a dataset: {error}") from error
+
+
+def scan_parts(folder: Path) -> list[Part]:
+    """The committed parts of a folder in chunk order, none if there is no such folder.
+
+    Raises:
+        OutputError: the folder or a part can't be read.
+    """
+    return [read_part(folder / name) for name in part_names(folder)]
+
+
+def part_names(folder: Path) -> list[str]:
+    """The names of the committed parts of a folder in chunk order."""
+    chunks = {name: int(match[1]) for name in list_folder(folder) if (match := PART_PATTERN.fullmatch(name))}
+    return sorted(chunks, key=chunks.__getitem__)
+
+
+def remove_leftovers(folder: Path, epoch: int) -> int:
+    """Remove pending parts of this and earlier epochs, once every committed one has its final name.
+
+    Answers how many there were. A later epoch's are somebody's work.
+
+    Raises:
+        OutputError: the folder can't be read or written.
+    """
+    stale = [
+        folder / name
+        for name in list_folder(folder)
+        if (match := PENDING_PATTERN.fullmatch(name)) and int(match[1]) <= epoch
+    ]
+    for path in stale:
+        remove_file(path)
+    return len(stale)
+
+
+def list_folder(folder: Path) -> list[str]:
+    """The names in a folder, none if there is no such folder.
+
+    Raises:
+        OutputError: it isn't a folder or can't be read.
+    """
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise OutputError(f"{folder} can't be read: {error.strerror}") from error
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file that may be gone already.
+
+    Raises:
+        OutputError: it can't be removed.
+    """
+    with _writing(path, 0):
+        path.unlink(missing_ok=True)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a small file so that it is there whole or not at all, also after a power loss.
+
+    Raises:
+        OutputError: the disk is full, or the folder can't be written.
+    """
+    pending = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    with _writing(path, len(content)):
+        try:
+            with pending.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            pending.replace(path)
+        except BaseException:
+            pending.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's names (new files, renames) last through a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _writing(path: Path, num_bytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path} can't be written: {error.strerror or error}{_free_space(path, num_bytes)}"
+        ) from error
+
+
+def _free_space(path: Path, num_bytes: int) -> str:
+    """What there is and what it takes, when room is what is lacking."""
+    try:
+        free = shutil.disk_usage(path.parent).free
+    except OSError:
+        return ""
+    if free > 2 * num_bytes:
+        return ""
+    return f" ({free >> 10} KiB are free; up to {num_bytes >> 10} KiB are needed)"

@@ -1,0 +1,107 @@
+"""Result rows as Arrow tables: the schema of a dataset, and whether a chunk's results are complete.
+
+Knows nothing of folders or Redis. Called by frontends, which write parts, and by everything that reads them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_jobs.model import Row, RowResult
+
+_TIMESTAMP = pa.timestamp("us", tz="UTC")
+
+_SCHEMA = pa.schema(
+    [
+        pa.field("row_index", pa.int64(), nullable=False),
+        pa.field("sample_index", pa.int32(), nullable=False),
+        pa.field("custom_id", pa.string()),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("text", pa.string()),
+        pa.field("finish_reason", pa.string()),
+        pa.field("stop_reason", pa.string()),
+        pa.field("prompt_tokens", pa.int32()),
+        pa.field("cached_tokens", pa.int32()),
+        pa.field("completion_tokens", pa.int32()),
+        pa.field("output_token_ids", pa.list_(pa.int32())),
+        pa.field("seed", pa.int64()),
+        pa.field("error_type", pa.string()),
+        pa.field("error_message", pa.string()),
+        pa.field("model", pa.string()),
+        pa.field("queued_at", _TIMESTAMP),
+        pa.field("started_at", _TIMESTAMP),
+        pa.field("finished_at", _TIMESTAMP),
+        pa.field("ttft_ms", pa.float32()),
+        pa.field("metadata", pa.string()),
+    ]
+)
+
+
+def result_schema(*, token_ids: bool = False) -> pa.Schema:
+    """The columns of a dataset, with `output_token_ids` if asked for. Null is "not given" or "doesn't apply"."""
+    return _SCHEMA if token_ids else _SCHEMA.remove(_SCHEMA.get_field_index("output_token_ids"))
+
+
+def results_to_table(results: Iterable[RowResult], *, token_ids: bool = False) -> pa.Table:
+    """Results as a table in the order of (row_index, sample_index)."""
+    ordered = sorted(results, key=lambda result: (result.row_index, result.sample_index))
+    schema = result_schema(token_ids=token_ids)
+    columns: dict[str, list[Any]] = {
+        "custom_id": [r.custom_id or None for r in ordered],
+        "text": [r.text if r.error is None or r.text else None for r in ordered],
+        "error_type": [r.error.type if r.error else None for r in ordered],
+        "error_message": [r.error.message if r.error else None for r in ordered],
+        "queued_at": [_micros(r.queued_at) for r in ordered],
+        "started_at": [_micros(r.started_at) for r in ordered],
+        "finished_at": [_micros(r.finished_at) for r in ordered],
+        "metadata": [r.metadata or None for r in ordered],
+    }
+    arrays = [
+        pa.array(columns[name] if name in columns else [getattr(r, name) for r in ordered], schema.field(name).type)
+        for name in schema.names
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def samples_of(row: Row, defaults: SamplingParams) -> int:
+    """How many samples a row of a job with `defaults` asks for; a row that is faulty from the start makes one."""
+    if row.error is not None:
+        return 1
+    return row.params.n or defaults.n or 1
+
+
+def check_complete(results: Sequence[RowResult], expected: Mapping[int, int]) -> None:
+    """Make sure that a chunk has a result for each sample of each row, each once.
+
+    Args:
+        results: what is about to be written.
+        expected: row index -> number of samples. A row that failed before its samples began has one result instead.
+
+    Raises:
+        ValueError: a result is missing, there twice or not of this chunk; a defect of the caller.
+    """
+    keys = Counter((r.row_index, r.sample_index) for r in results)
+    failed = {r.row_index for r in results if r.status == "error" and r.sample_index == 0}
+    num_results = Counter(r.row_index for r in results)
+    problems = [f"row {row} sample {sample} twice" for (row, sample), count in keys.items() if count > 1]
+    for row, num_samples in expected.items():
+        if num_results[row] == 1 and row in failed:
+            continue
+        problems += [f"row {row} sample {sample} missing" for sample in range(num_samples) if (row, sample) not in keys]
+    problems += [
+        f"row {row} sample {sample} unexpected"
+        for row, sample in keys
+        if row not in expected or not 0 <= sample < expected[row]
+    ]
+    if problems:
+        raise ValueError(f"results don't match the chunk's rows: {', '.join(problems[:5])} ({len(problems)} in all)")
+
+
+def _micros(seconds: float | None) -> int | None:
+    """Unix seconds as whole microseconds; 0 is "not known"."""
+    return round(seconds * 1e6) if seconds else None

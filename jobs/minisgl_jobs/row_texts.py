@@ -1,0 +1,146 @@
+"""What a reader has of each row: turns messages and results, in any order and repeated, into events that are neither.
+
+Knows nothing of Redis. Called by `reader.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from minisgl_jobs.model import RowError, RowResult
+from minisgl_jobs.streams import RowDelta
+
+
+@dataclass(frozen=True)
+class RowStarted:
+    """A sample begins, or begins anew: forget the text that it had."""
+
+    row_index: int
+    sample_index: int
+
+
+@dataclass(frozen=True)
+class RowText:
+    """More text of a sample; `offset` characters came before."""
+
+    row_index: int
+    sample_index: int
+    offset: int
+    text: str
+
+
+@dataclass(frozen=True)
+class RowFinished:
+    """A sample has all of its text. Comes once."""
+
+    row_index: int
+    sample_index: int
+    status: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    error: RowError | None
+
+
+RowEvent: TypeAlias = RowStarted | RowText | RowFinished
+
+
+@dataclass
+class _Running:
+    attempt: int
+    pieces: list[str] = field(default_factory=list)
+    num_chars: int = 0
+
+
+class RowTexts:
+    """The reader's view of all rows: bits for those that have ended, texts only of those that run."""
+
+    def __init__(self, num_rows: int, rows: Collection[int] | None = None) -> None:
+        self._num_rows = num_rows
+        self._wanted = None if rows is None else sorted({row for row in rows if 0 <= row < num_rows})
+        self._wanted_set = None if rows is None else frozenset(rows)
+        self._running: dict[tuple[int, int], _Running] = {}
+        self._finished: dict[int, bytearray] = {}  # sample index -> a bit for each row
+        self._complete = bytearray(-(-num_rows // 8))  # rows all of whose samples have ended, for certain
+
+    def apply(self, delta: RowDelta) -> list[RowEvent] | None:
+        """The events that a message adds; None when text before it is missing."""
+        row, sample = delta.row_index, delta.sample_index
+        if not self._is_wanted(row) or self._is_finished(row, sample):
+            return []
+        running = self._running.get((row, sample))
+        if running is not None and delta.attempt < running.attempt:
+            return []  # of a worker that has lost the chunk
+        events: list[RowEvent] = []
+        if running is None or delta.attempt > running.attempt:
+            if delta.offset > 0:
+                return None
+            running = self._running[row, sample] = _Running(delta.attempt)
+            events.append(RowStarted(row, sample))
+        if delta.offset > running.num_chars:
+            return None
+        events += self._extend(row, sample, running, delta.text[running.num_chars - delta.offset :])
+        end = delta.end
+        if end is not None:
+            if running.num_chars != end.num_chars:
+                return None
+            self._set_finished(row, sample, end.num_samples)
+            counts = (end.prompt_tokens, end.completion_tokens)
+            events.append(RowFinished(row, sample, end.status, end.finish_reason, *counts, end.error))
+        return events
+
+    def finish(self, result: RowResult) -> Iterator[RowEvent]:
+        """The events that a finished result adds."""
+        row, sample = result.row_index, result.sample_index
+        if not self._is_wanted(row) or self._is_finished(row, sample):
+            return
+        running = self._running.get((row, sample))
+        if running is None or not result.text.startswith("".join(running.pieces)):
+            # Not seen yet, or generated anew while this reader missed it.
+            running = self._running[row, sample] = _Running(0)
+            yield RowStarted(row, sample)
+        yield from self._extend(row, sample, running, result.text[running.num_chars :])
+        self._set_finished(row, sample, None)
+        counts = (result.prompt_tokens, result.completion_tokens)
+        yield RowFinished(row, sample, result.status, result.finish_reason, *counts, result.error)
+
+    def missing(self, *, strict: bool = False) -> list[range]:
+        """Rows to look for among the finished ones, as ascending ranges.
+
+        Args:
+            strict: also those of which only the first sample is known to have ended. How many a row has is known from
+                messages alone.
+        """
+        bits = self._complete if strict else self._finished.get(0, bytes(len(self._complete)))
+        rows = range(self._num_rows) if self._wanted is None else self._wanted
+        ranges: list[range] = []
+        for row in rows:
+            if bits[row >> 3] >> (row & 7) & 1:
+                continue
+            if ranges and ranges[-1].stop == row:
+                ranges[-1] = range(ranges[-1].start, row + 1)
+            else:
+                ranges.append(range(row, row + 1))
+        return ranges
+
+    def _extend(self, row: int, sample: int, running: _Running, text: str) -> Iterator[RowEvent]:
+        if text:
+            yield RowText(row, sample, running.num_chars, text)
+            running.pieces.append(text)
+            running.num_chars += len(text)
+
+    def _is_wanted(self, row: int) -> bool:
+        return 0 <= row < self._num_rows and (self._wanted_set is None or row in self._wanted_set)
+
+    def _is_finished(self, row: int, sample: int) -> bool:
+        bits = self._finished.get(sample)
+        return bits is not None and bool(bits[row >> 3] >> (row & 7) & 1)
+
+    def _set_finished(self, row: int, sample: int, num_samples: int | None) -> None:
+        self._running.pop((row, sample), None)
+        bits = self._finished.setdefault(sample, bytearray(len(self._complete)))
+        bits[row >> 3] |= 1 << (row & 7)
+        if num_samples is not None and all(self._is_finished(row, other) for other in range(num_samples)):
+            self._complete[row >> 3] |= 1 << (row & 7)

@@ -1,0 +1,226 @@
+"""Reads rows: one line of JSONL in, one checked `Row` or one `Fault` out.
+
+A line is decoded once and checked field by field. A field is never dropped silently: it is read, known to make no
+difference, or refused with a hint. Knows nothing of files, Redis or models. Called by the client and the command line;
+a kind of input that isn't JSONL gives its rows as lines too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from minisgl_batch.errors import Fault, InvalidInputError, InvalidParameterError
+from minisgl_jobs.custom_ids import CustomIdIndex
+from minisgl_jobs.faults import MAX_SHOWN, FaultLog, FieldError, describe_fault, kind, show
+from minisgl_jobs.fields import PROMPT_FIELDS
+from minisgl_jobs.jsonl import parse_object
+from minisgl_jobs.model import Row, RowError
+from minisgl_jobs.openai_batch import is_envelope, open_envelope
+from minisgl_jobs.prompts import check_messages, check_prompt, check_token_ids
+from minisgl_jobs.settings import (
+    read_custom_id,
+    read_metadata,
+    read_params,
+    refuse_unknown,
+    settings_beside_template,
+)
+from minisgl_jobs.sources import BOM
+from minisgl_jobs.template import PromptTemplate
+
+MAX_MODELS_NOTED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How the rows of a job are read.
+
+    Attributes:
+        template: makes each prompt from the row's own fields, such as 'Translate: {text}'. A field that the template
+            uses means nothing else; columns that it doesn't use are passed over.
+        system: the job's system message, which the worker puts before messages that have none.
+        chat: make each prompt (also a template's) one user message, which the model's chat template renders; without
+            it, prompts are completed as they are. Not given: on when there is a template or a system message.
+        limit: read the first so many rows.
+        on_error: "fail" gives a Fault for a row that can't be used, "record" a Row whose `error` says why.
+
+    Raises:
+        InvalidParameterError: the template isn't well-formed, `limit` is below 1, or options contradict each other.
+    """
+
+    template: str | None = None
+    system: str | None = None
+    chat: bool | None = None
+    limit: int | None = None
+    on_error: Literal["fail", "record"] = "fail"
+
+    def __post_init__(self) -> None:
+        if self.template is not None:
+            PromptTemplate(self.template)
+        if self.limit is not None and self.limit < 1:
+            raise InvalidParameterError("limit", f"must be at least 1, got {self.limit}")
+        if self.system == "":
+            raise InvalidParameterError("system", "is empty: give the system message, or leave it out")
+        if self.system is not None and self.chat is False:
+            raise InvalidParameterError("system", "needs chat messages: leave out --no-chat, or --system")
+
+    @property
+    def makes_chat(self) -> bool:
+        if self.chat is not None:
+            return self.chat
+        return self.template is not None or self.system is not None
+
+
+class RowReader:
+    """Reads the rows of one input.
+
+    Attributes:
+        file: the input's name in faults.
+        num_rows: rows read so far, faulty ones included; blank lines aren't rows.
+        faults: what was wrong so far.
+        models: models that OpenAI lines name, the first few; a job runs on its own model whatever they say.
+    """
+
+    def __init__(self, file: str, options: ReadOptions | None = None, *, max_shown: int = MAX_SHOWN) -> None:
+        self.file = file
+        self.num_rows = 0
+        self.faults = FaultLog(max_shown)
+        self.models: list[str] = []
+        self._options = options or ReadOptions()
+        self._template = PromptTemplate(self._options.template) if self._options.template is not None else None
+        self._makes_chat = self._options.makes_chat
+        self._custom_ids = CustomIdIndex()
+
+    def read(self, lines: Iterable[bytes]) -> Iterator[Row | Fault]:
+        """One Row or Fault for each line that isn't blank, in order; nothing about a line raises.
+
+        A row's index counts the lines that aren't blank; a fault's line counts them all.
+        """
+        for number, line in enumerate(lines, 1):
+            stripped = line.strip()
+            if not stripped or stripped == BOM:
+                continue
+            yield self._read_line(number, line)
+            if self.num_rows == self._options.limit:
+                return
+
+    def rows(self, lines: Iterable[bytes]) -> Iterator[Row]:
+        """The rows of an input that has no faults, or whose faulty rows are recorded.
+
+        Rows come until the first fault; reading goes on to find the others. Rows that came before the error must not
+        be run.
+
+        Raises:
+            InvalidInputError: there were faults, which it lists, or no rows at all.
+        """
+        refused = False
+        for item in self.read(lines):
+            if isinstance(item, Fault):
+                refused = True
+            elif not refused:
+                yield item
+        if refused:
+            raise self.faults.error(self.file, self.num_rows)
+        if not self.num_rows:
+            raise InvalidInputError(f"{self.file} holds no rows")
+
+    def _read_line(self, number: int, line: bytes) -> Row | Fault:
+        row_index = self.num_rows
+        self.num_rows += 1
+        fields: dict[str, Any] = {}
+        try:
+            fields = parse_object(line)
+            return self._checked_row(row_index, number, fields, line)
+        except FieldError as found:
+            fault = found.at(self.file, number)
+        self.faults.add(fault)
+        if self._options.on_error == "fail":
+            return fault
+        return Row(
+            row_index=row_index,
+            custom_id=_readable(lambda: read_custom_id(fields)),
+            metadata=_readable(lambda: self._metadata(fields, line)),
+            error=RowError("invalid_request", describe_fault(fault)),
+        )
+
+    def _checked_row(self, row_index: int, number: int, fields: dict[str, Any], line: bytes) -> Row:
+        custom_id = read_custom_id(fields)
+        if custom_id and (first := self._custom_ids.add(custom_id, number)) is not None:
+            raise FieldError("custom_id", f"{show(custom_id)} stands on line {first} already", "give each row its own")
+        prefix = ""
+        if self._template is not None:
+            body = _use_template(self._template, fields)
+        elif is_envelope(fields):
+            body, prefix = open_envelope(fields), "body."
+        else:
+            body = fields
+            refuse_unknown(body, prefix)
+        self._note_model(body.get("model"), prefix)
+        prompt, messages, token_ids = self._read_ask(body, prefix)
+        return Row(
+            row_index=row_index,
+            custom_id=custom_id,
+            prompt=prompt,
+            messages=messages,
+            prompt_token_ids=token_ids,
+            params=read_params(body, prefix),
+            metadata=self._metadata(fields, line),
+        )
+
+    def _read_ask(
+        self, body: dict[str, Any], prefix: str
+    ) -> tuple[str | None, list[dict[str, Any]] | None, list[int] | None]:
+        """(prompt, messages, token ids), of which one is given."""
+        given = [field for field in PROMPT_FIELDS if body.get(field) is not None]
+        if not given:
+            problem = "is null" if "prompt" in body else "is missing"
+            raise FieldError(f"{prefix}prompt", problem, f"give one of {', '.join(PROMPT_FIELDS)}")
+        if len(given) > 1:
+            raise FieldError(prefix + given[1], f"stands beside {prefix}{given[0]}", "keep one of them")
+        path, value = prefix + given[0], body[given[0]]
+        if given[0] == "messages":
+            return None, check_messages(value, path), None
+        if given[0] == "prompt_token_ids":
+            if self._options.system is not None:
+                raise FieldError(path, "can't take the job's system message", "give messages, or leave out --system")
+            return None, None, check_token_ids(value, path)
+        prompt = check_prompt(value, path)
+        return (None, [{"role": "user", "content": prompt}], None) if self._makes_chat else (prompt, None, None)
+
+    def _metadata(self, fields: dict[str, Any], line: bytes) -> str:
+        """The row's metadata, or that of an OpenAI line's body."""
+        body = fields.get("body")
+        if self._template is None and isinstance(body, dict) and fields.get("metadata") is None:
+            return read_metadata(body, line, "body")
+        return read_metadata(fields, line)
+
+    def _note_model(self, model: Any, prefix: str) -> None:
+        if model is None or model in self.models:
+            return
+        if not isinstance(model, str):
+            raise FieldError(f"{prefix}model", f"must be a string, not {kind(model)}", "write it in quotes")
+        if len(self.models) < MAX_MODELS_NOTED:
+            self.models.append(model)
+
+
+def read_rows(
+    lines: Iterable[bytes], options: ReadOptions | None = None, *, file: str = "rows"
+) -> Iterator[Row | Fault]:
+    """`RowReader.read` for callers that need nothing else of the reader."""
+    return RowReader(file, options).read(lines)
+
+
+def _use_template(template: PromptTemplate, fields: dict[str, Any]) -> dict[str, Any]:
+    """The row that the template makes of a row's columns: its prompt and its sampling settings."""
+    prompt = template.fill(fields)
+    columns = {field: value for field, value in fields.items() if field not in template.names}
+    return {**settings_beside_template(columns), "prompt": prompt}
+
+
+def _readable(read: Callable[[], str]) -> str:
+    """What a faulty row still tells, "" where that is what is wrong with it."""
+    try:
+        return read()
+    except FieldError:
+        return ""

@@ -1,0 +1,128 @@
+"""Reads what stands in a row beside its prompt: sampling parameters, custom_id, metadata; refuses what isn't known.
+
+Ranges are checked by `SamplingParams` alone. Knows nothing of prompts or files. Called by the row reader.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minisgl_batch.errors import InvalidParameterError
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_jobs.faults import UNSAFE, FieldError, kind, show
+from minisgl_jobs.fields import (
+    PROMPT_FIELDS,
+    ROW_FIELDS,
+    SAMPLING_FIELDS,
+    UNSUPPORTED,
+    is_tolerated,
+    nearest,
+    unsupported_hint,
+)
+from minisgl_jobs.jsonl import raw_text
+
+_PARAM_FIELDS = SAMPLING_FIELDS | {"max_completion_tokens", "sampling_params"}
+_NO_PARAMS = SamplingParams()
+
+
+def read_custom_id(fields: dict[str, Any]) -> str:
+    """The row's name, "" when it has none."""
+    custom_id = fields.get("custom_id")
+    if custom_id is None:
+        return ""
+    if not isinstance(custom_id, str):
+        raise FieldError(
+            "custom_id", f"must be a string, not {kind(custom_id)}", f'write it in quotes: "{show(custom_id)}"'
+        )
+    if not custom_id or UNSAFE.search(custom_id):
+        problem = "holds control characters" if custom_id else "is empty"
+        raise FieldError("custom_id", problem, "give a name that can be printed, or leave it out")
+    return custom_id
+
+
+def read_metadata(fields: dict[str, Any], line: bytes, *path: str) -> str:
+    """The row's metadata as the JSON text that stands in the line, "" when it has none."""
+    metadata = fields.get("metadata")
+    if metadata is None:
+        return ""
+    field = ".".join([*path, "metadata"])
+    if not isinstance(metadata, dict):
+        raise FieldError(field, f"must be an object, not {kind(metadata)}", 'write {"metadata": {"name": ...}}')
+    return raw_text(line, *path, "metadata")
+
+
+def read_params(fields: dict[str, Any], prefix: str) -> SamplingParams:
+    """What the row says about sampling, at its own level and inside `sampling_params`; null is "not given"."""
+    if _PARAM_FIELDS.isdisjoint(fields):
+        return _NO_PARAMS
+    nested = fields.get("sampling_params")
+    if nested is not None and not isinstance(nested, dict):
+        hint = 'write {"max_tokens": 16}'
+        raise FieldError(f"{prefix}sampling_params", f"must be an object, not {kind(nested)}", hint)
+    given: dict[str, Any] = {}
+    origin: dict[str, str] = {}  # parameter -> where it stands in the row
+
+    def take(field: str, value: Any, path: str) -> None:
+        name = "max_tokens" if field == "max_completion_tokens" else field
+        if name in given and given[name] != value:
+            raise FieldError(path, f"contradicts {origin[name]}", "keep one of them")
+        given[name], origin[name] = value, path
+
+    for field, value in fields.items():
+        if value is not None and field in _PARAM_FIELDS and field != "sampling_params":
+            take(field, value, prefix + field)
+    if nested:
+        path = f"{prefix}sampling_params."
+        refuse_unknown(nested, path, SAMPLING_FIELDS)
+        for field, value in nested.items():
+            if value is not None and field in SAMPLING_FIELDS:
+                take(field, value, path + field)
+    try:
+        return SamplingParams(**given)
+    except InvalidParameterError as error:
+        raise FieldError(origin[error.field], error.reason, _params_hint(error.field, given[error.field])) from None
+
+
+def _params_hint(field: str, value: Any) -> str:
+    if isinstance(value, str) and field != "stop":
+        return "write it without quotes"
+    if field == "max_tokens":
+        return "leave it out for as many tokens as the model's context allows"
+    return "correct it, or leave it out for the job's default"
+
+
+def refuse_unknown(fields: dict[str, Any], prefix: str, known: frozenset[str] = ROW_FIELDS) -> None:
+    """Raise FieldError for the first field that is neither read nor known to make no difference."""
+    if fields.keys() <= known:
+        return
+    for field, value in fields.items():
+        if field in known or _makes_no_difference(prefix, field, value):
+            continue
+        near = nearest(field, known)
+        hint = (
+            f"did you mean {near}? Otherwise move it under metadata" if near else "move it under metadata or remove it"
+        )
+        raise FieldError(prefix + field, "isn't a known field", hint)
+
+
+def settings_beside_template(columns: dict[str, Any]) -> dict[str, Any]:
+    """The sampling settings among the columns that a template doesn't use; other columns are data and passed over.
+
+    Raises:
+        FieldError: a column is a mistyped or an unsupported setting, or a prompt of its own.
+    """
+    for field, value in columns.items():
+        if field in PROMPT_FIELDS and value is not None:
+            raise FieldError(field, "stands beside a template", f"remove it, or use {{{field}}} in the template")
+        if field in ROW_FIELDS or _makes_no_difference("", field, value):
+            continue
+        if near := nearest(field, _PARAM_FIELDS, cutoff=0.9):
+            raise FieldError(field, "isn't a known field", f"did you mean {near}? Otherwise remove it")
+    return {field: value for field, value in columns.items() if field in _PARAM_FIELDS}
+
+
+def _makes_no_difference(prefix: str, field: str, value: Any) -> bool:
+    """Whether an API field has a value that changes nothing; one that would raises FieldError."""
+    if field in UNSUPPORTED and not is_tolerated(field, value):
+        raise FieldError(prefix + field, f"isn't supported (it is {show(value)})", unsupported_hint(field))
+    return is_tolerated(field, value)

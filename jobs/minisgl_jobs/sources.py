@@ -1,0 +1,238 @@
+"""Opens an input (a file or stdin, plain, gzip or zstd) as a stream of lines, and knows what was read.
+
+Memory stays constant whatever the input's size. Knows nothing of rows: a line is bytes. Called by the command line and
+the client. Other kinds of input (Parquet, CSV, remote files) come in beside `open_input`; the row reader takes any
+iterable of lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import IO, Any
+
+from minisgl_batch.errors import InvalidInputError
+from minisgl_jobs.model import InputInfo
+
+MAX_LINE_BYTES = (
+    64 << 20
+)  # of one row; a longer line is cut one byte after this, so that the reader sees it is too long
+STDIN = "-"
+_BUFFER_BYTES = 1 << 20
+_SNIFF_BYTES = 1 << 16
+BOM = b"\xef\xbb\xbf"
+
+_CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_PANDAS = "python -c \"import pandas as p; p.{read}('{{name}}').to_json('rows.jsonl', orient='records', lines=True)\""
+_FROM_PARQUET, _FROM_ARROW, _FROM_CSV = (_PANDAS.format(read=f"read_{kind}") for kind in ("parquet", "feather", "csv"))
+_FOREIGN_FORMATS = {
+    b"PAR1": f"is a Parquet file; JSONL is read: {_FROM_PARQUET}",
+    b"ARROW1": f"is an Arrow file; JSONL is read: {_FROM_ARROW}",
+    b"BZh": "is compressed with bzip2; gzip and zstd are read: bzip2 -dc {name} | gzip > rows.jsonl.gz",
+    b"\xfd7zXZ\x00": "is compressed with xz; gzip and zstd are read: xz -dc {name} | gzip > rows.jsonl.gz",
+    b"PK\x03\x04": "is a zip archive or a spreadsheet; JSONL is read",
+    b"\xff\xfe": "is UTF-16 text; UTF-8 is read: iconv -f UTF-16 -t UTF-8 {name} > rows.jsonl",
+    b"\xfe\xff": "is UTF-16 text; UTF-8 is read: iconv -f UTF-16 -t UTF-8 {name} > rows.jsonl",
+}
+
+
+class _HashingReader(io.RawIOBase):
+    """Passes bytes on and keeps their SHA-256 and number."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        # A buffered stream's readinto waits until the buffer is full; a pipe's rows should come as they are written.
+        self._readinto = getattr(raw, "readinto1", raw.readinto)
+        self.sha256 = hashlib.sha256()
+        self.num_bytes = 0
+        self.at_end = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        num_read = self._fill(memoryview(buffer), 8 if self.num_bytes == 0 else 1)
+        self.sha256.update(memoryview(buffer)[:num_read])
+        self.num_bytes += num_read
+        self.at_end = num_read == 0
+        return num_read
+
+    def _fill(self, buffer: memoryview, least: int) -> int:
+        """Read until `least` bytes are there (the first read must show a whole magic number) or the input ends."""
+        num_read = 0
+        while num_read < least and (got := self._readinto(buffer[num_read:])):
+            num_read += got
+        return num_read
+
+    def is_regular_file(self) -> bool:
+        try:
+            return stat.S_ISREG(os.fstat(self._raw.fileno()).st_mode)
+        except (OSError, AttributeError):  # a stream without a file below it
+            return False
+
+    def close(self) -> None:
+        if self._raw is not getattr(sys.stdin, "buffer", None):
+            self._raw.close()
+        super().close()
+
+
+class Input:
+    """An open input: iterate over its lines once, then ask `info()`. Use as a context manager.
+
+    Lines are bytes with their line end (LF or CRLF). A line longer than MAX_LINE_BYTES comes cut to one byte more.
+
+    Raises:
+        InvalidInputError: while iterating, when the data can't be read or its compression is damaged.
+    """
+
+    def __init__(self, name: str, source: str, raw: IO[bytes]) -> None:
+        self.name = name
+        self._source = source
+        self._hashing = _HashingReader(raw)
+        self._lines = self._decompressed()
+        _refuse_foreign_formats(name, self._peek(self._lines))
+
+    def __iter__(self) -> Iterator[bytes]:
+        readline = self._lines.readline
+        limit = MAX_LINE_BYTES + 1
+        try:
+            while line := readline(limit):
+                yield line
+                while len(line) == limit and line[-1:] != b"\n":  # drop the rest of a line that is too long
+                    line = readline(limit)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def info(self) -> InputInfo:
+        """What was read.
+
+        A file that wasn't read to its end (`limit`) is hashed to its end; a pipe is left as it is, and `sha256` is "".
+        """
+        if self._hashing.is_regular_file():
+            try:
+                while self._hashing.read(_BUFFER_BYTES):
+                    pass
+            except OSError as error:
+                raise self._unreadable(error) from error
+        digest = self._hashing.sha256.hexdigest() if self._hashing.at_end else ""
+        return InputInfo(self._source, digest, self._hashing.num_bytes)
+
+    def close(self) -> None:
+        self._hashing.close()
+
+    def __enter__(self) -> Input:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _decompressed(self) -> io.BufferedReader:
+        hashing: Any = self._hashing
+        plain = io.BufferedReader(hashing, _BUFFER_BYTES)
+        head = self._peek(plain)
+        codec = next((codec for magic, codec in _CODECS.items() if head.startswith(magic)), None)
+        if head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5:  # a skippable frame, as parallel zstd tools write first
+            codec = "zstd"
+        if codec is None:
+            return plain
+        import pyarrow as pa  # 0.2 s, for compressed inputs only
+
+        # Unlike the codecs' own readers this one notices a truncated stream, and it joins concatenated ones.
+        stream: Any = pa.CompressedInputStream(pa.PythonFile(plain, mode="r"), codec)
+        return io.BufferedReader(stream, _BUFFER_BYTES)
+
+    def _peek(self, stream: io.BufferedReader) -> bytes:
+        try:
+            return stream.peek(_SNIFF_BYTES)[:_SNIFF_BYTES]
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> InvalidInputError:
+        reason = error.strerror or str(error)
+        if "Truncated" in reason:
+            reason = "the compressed data ends too early; is the file whole?"
+        return InvalidInputError(f"{self.name} can't be read: {reason}")
+
+
+def open_input(source: str | os.PathLike[str]) -> Input:
+    """Open a path, or stdin for "-"; gzip and zstd are recognised by their first bytes, whatever the name.
+
+    Raises:
+        InvalidInputError: there is no such file, it can't be read, or it is plainly not JSONL.
+    """
+    path = os.fspath(source)
+    if path == STDIN:
+        if sys.stdin is None:
+            raise InvalidInputError("stdin is closed: give a file")
+        return Input("stdin", STDIN, sys.stdin.buffer)
+    try:
+        raw = open(path, "rb", buffering=0)  # noqa: SIM115 (Input owns and closes it)
+    except IsADirectoryError:
+        raise InvalidInputError(f"{path} is a folder: give a JSONL file") from None
+    except FileNotFoundError:
+        raise InvalidInputError(f"{path}: there is no such file (looked in {os.getcwd()})") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise InvalidInputError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        return Input(path, path, raw)
+    except BaseException:
+        raw.close()
+        raise
+
+
+def object_lines(rows: Iterable[Any]) -> Iterator[bytes]:
+    """The rows of a program as lines, so that they are checked like a file's; a string is a prompt.
+
+    Raises:
+        InvalidInputError: a row holds something that JSON can't express.
+    """
+    return (_object_line(number, row) for number, row in enumerate(rows, 1))
+
+
+def _object_line(number: int, row: Any) -> bytes:
+    try:
+        return json.dumps({"prompt": row} if isinstance(row, str) else row).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"row {number} can't be written as JSON: {error}") from error
+
+
+def _refuse_foreign_formats(name: str, head: bytes) -> None:
+    """Raise when the first bytes show a file that isn't JSONL, so that one line says so instead of a fault per line."""
+    what = next((what for magic, what in _FOREIGN_FORMATS.items() if head.startswith(magic)), None)
+    lines = [line for line in head.removeprefix(BOM).split(b"\n") if line.strip()]
+    if what is None and lines:
+        first = lines[0].strip()
+        if first.startswith(b"[") and (len(lines) == 1 or not _is_json(first)):
+            what = "holds one JSON array; a row a line is read: jq -c '.[]' {name} > rows.jsonl"
+        elif first == b"{":
+            what = "holds JSON objects spread over lines; a row a line is read: jq -c . {name} > rows.jsonl"
+        elif _is_csv(lines):
+            what = f"looks like CSV; JSONL is read: {_FROM_CSV}"
+    if what is not None:
+        raise InvalidInputError(f"{name} {what.replace('{name}', name)}")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _is_csv(lines: list[bytes]) -> bool:
+    """Whether a header of plain names is followed by a line with as many separators, and no line looks like JSON."""
+    header = re.fullmatch(rb'"?\w[\w -]*"?(?:([,;\t])"?\w[\w -]*"?)+', lines[0].strip())
+    if header is None or len(lines) < 2 or any(line.lstrip().startswith(b"{") for line in lines):
+        return False
+    separator = header[1]
+    return lines[1].count(separator) >= lines[0].count(separator)

@@ -1,0 +1,157 @@
+"""What can be read about jobs and workers: typed answers to `JobQueue.status`, `.jobs` and `.workers`.
+
+Knows the replies of the scripts, but makes no calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from minisgl_jobs.model import JobSpec, JobState, check_schema_version
+
+spec_encoder = msgspec.msgpack.Encoder()
+_spec_decoder = msgspec.msgpack.Decoder(JobSpec)
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker group tells about itself.
+
+    Attributes:
+        worker_id: unique among living groups.
+        model: the served model's name.
+        host, pid: where it runs.
+        since: Unix seconds of its start.
+        tokens_per_s: generated lately.
+        num_running, num_waiting: requests in its engine.
+        description: dtype, device, attention backend and the like.
+    """
+
+    worker_id: str
+    model: str
+    host: str = ""
+    pid: int = 0
+    since: float = 0.0
+    tokens_per_s: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    description: dict[str, str | int] = {}
+
+
+@dataclass(frozen=True)
+class LeaseInfo:
+    """Who works on a chunk.
+
+    Attributes:
+        expires_in_s: by the server's clock; negative when the worker has gone silent.
+        num_spooled: results (rows times samples) that are finished already.
+    """
+
+    chunk: int
+    worker_id: str
+    expires_in_s: float
+    num_spooled: int
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job at one moment.
+
+    Attributes:
+        spec: what it is.
+        state: where it is in its life.
+        epoch: 0, and one more for each retry.
+        rows_ok, rows_error: rows of committed chunks.
+        chunks_done: committed chunks of this epoch.
+        leases: chunks that are being worked on.
+        created_at, queued_at, started_at, finished_at: Unix seconds of the server's clock; None when not yet.
+        num_deaths: how often a worker died (or went silent) over a chunk of this job.
+        num_workers: living worker groups that serve its queue.
+        paused: whether its queue is paused.
+        error: why it failed.
+    """
+
+    spec: JobSpec
+    state: JobState
+    epoch: int
+    rows_ok: int
+    rows_error: int
+    chunks_done: int
+    leases: tuple[LeaseInfo, ...]
+    created_at: float
+    queued_at: float | None
+    started_at: float | None
+    finished_at: float | None
+    num_deaths: int
+    num_workers: int
+    paused: bool
+    error: str
+
+    @property
+    def job_id(self) -> str:
+        return self.spec.job_id
+
+    @property
+    def rows_done(self) -> int:
+        """Rows of committed chunks."""
+        return self.rows_ok + self.rows_error
+
+    @property
+    def num_spooled(self) -> int:
+        """Results that are finished, but whose chunk isn't."""
+        return sum(lease.num_spooled for lease in self.leases)
+
+    @property
+    def waiting(self) -> str:
+        """What the job waits for, such as "no worker for MODEL"; "" when it gets on."""
+        if self.state not in (JobState.QUEUED, JobState.RUNNING):
+            return ""
+        if self.paused:
+            return "the queue is paused"
+        return "" if self.num_workers else f"no worker for {self.spec.model}"
+
+
+def decode_spec(fields: dict[bytes, bytes], job_id: str) -> JobSpec:
+    """The spec in a job's hash.
+
+    Raises:
+        SchemaVersionError: another release wrote it.
+    """
+    check_schema_version(int(fields[b"schema"]), f"job {job_id}")
+    return _spec_decoder.decode(fields[b"spec"])
+
+
+def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
+    """The reply of the `status` script.
+
+    Raises:
+        SchemaVersionError: another release wrote the job.
+    """
+    flat, leases, num_workers, paused, now_ms = reply
+    fields: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
+    return JobStatus(
+        spec=decode_spec(fields, job_id),
+        state=JobState(fields[b"state"].decode()),
+        epoch=int(fields[b"epoch"]),
+        rows_ok=int(fields[b"ok"]),
+        rows_error=int(fields[b"errors"]),
+        chunks_done=int(fields[b"done"]),
+        leases=tuple(
+            LeaseInfo(int(chunk), worker.decode(), (float(deadline) - now_ms) / 1000, int(num_spooled))
+            for chunk, worker, deadline, num_spooled in zip(*(leases[i::4] for i in range(4)), strict=True)
+        ),
+        created_at=int(fields[b"created_at"]) / 1000,
+        queued_at=_seconds(fields, b"queued_at"),
+        started_at=_seconds(fields, b"started_at"),
+        finished_at=_seconds(fields, b"finished_at"),
+        num_deaths=int(fields.get(b"deaths", 0)),
+        num_workers=num_workers,
+        paused=bool(paused),
+        error=fields.get(b"error", b"").decode(),
+    )
+
+
+def _seconds(fields: dict[bytes, bytes], name: bytes) -> float | None:
+    return int(fields[name]) / 1000 if name in fields else None

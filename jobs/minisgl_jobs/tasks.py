@@ -1,0 +1,132 @@
+"""The short Python jobs around the hot path, as RQ tasks that run nothing but what is listed here.
+
+Arguments are JSON: nothing that comes from Redis is unpickled, and no function is looked up by a name from Redis unless
+it is in ALLOWED. Called by worker groups, each of which supervises a process that runs `make_task_worker(...).work()`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import redis
+import rq
+from rq.exceptions import NoSuchJobError
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+
+from minisgl_batch.errors import TaskRefusedError
+from minisgl_jobs.finalise import finalise
+from minisgl_jobs.outbox import Claim, Outbox
+
+logger = logging.getLogger(__name__)
+
+FINALISE = "minisgl_jobs.tasks.run_finalise"
+ALLOWED = frozenset({FINALISE})
+
+RETRY_S = 60.0  # a job that isn't finalised by then is fired again
+SILENT_S = 120.0  # a started task without a sign of life for so long is dead
+TIMEOUT_S = 3600
+RESULT_TTL_S = 3600
+FAILURE_TTL_S = 86400
+
+
+class AllowListJob(Job):  # type: ignore[misc]  # rq is untyped
+    """An RQ job that reads JSON only and runs allowed functions only."""
+
+    def __init__(self, id: str | None = None, connection: Any = None, serializer: Any = None) -> None:  # noqa: A002
+        # Whatever a caller asks for: some of rq's own look-ups would take the pickling default.
+        super().__init__(id, connection, serializer=JSONSerializer)
+
+    @property
+    def func(self) -> Any:
+        """The function to run.
+
+        Raises:
+            TaskRefusedError: it isn't allowed, is a method, or brings callbacks or webhooks along.
+        """
+        name = self.func_name
+        callbacks = (self._success_callback_name, self._failure_callback_name, self._stopped_callback_name)
+        if name not in ALLOWED or self.instance is not None or any(callbacks) or getattr(self, "webhooks", None):
+            logger.error("refused RQ task %s: %r is not allowed here, or comes with callbacks", self.id, name)
+            raise TaskRefusedError(f"RQ task {self.id} names {name!r}, which is not allowed here")
+        return super().func
+
+    success_callback = failure_callback = stopped_callback = property(lambda _: None)
+
+    def send_webhooks(self, *_: Any, **__: Any) -> None:
+        """Refused tasks end too, and must not call anybody."""
+
+
+class TaskQueue(rq.Queue):  # type: ignore[misc]  # rq is untyped
+    """RQ's queue with these jobs."""
+
+    job_class = AllowListJob
+
+    def __init__(self, name: str, connection: redis.Redis, **options: Any) -> None:
+        options.update(serializer=JSONSerializer, job_class=AllowListJob)
+        super().__init__(name, connection, **options)
+
+
+class TaskWorker(rq.Worker):  # type: ignore[misc]  # rq is untyped
+    """RQ's worker with these queues and jobs."""
+
+    job_class = AllowListJob
+    queue_class = TaskQueue
+
+
+def task_queue(client: redis.Redis, queue: str) -> TaskQueue:
+    """The RQ queue of a model queue's tasks."""
+    return TaskQueue(f"minisgl-{queue}", client)
+
+
+def make_task_worker(client: redis.Redis, queues: Sequence[str], name: str) -> TaskWorker:
+    """An RQ worker for the tasks of these model queues; give it a connection of its own, which RQ adjusts."""
+    tasks = [task_queue(client, queue) for queue in queues]
+    return TaskWorker(tasks, name=name, connection=client, serializer=JSONSerializer)
+
+
+def dispatch_finalise(outbox: Outbox, tasks: TaskQueue) -> int:
+    """Enqueue a finalise task for each due job of the outbox; tells how many. Any worker group may, at any time."""
+    num_enqueued = 0
+    while (claim := outbox.claim(RETRY_S)) is not None:
+        task_id = f"finalise-{claim.job_id}-{claim.epoch}"
+        if not _is_under_way(tasks, task_id):
+            _enqueue(tasks, task_id, outbox.queue, claim)
+            num_enqueued += 1
+    return num_enqueued
+
+
+def run_finalise(queue: str, job_id: str, epoch: int) -> str | None:
+    """The RQ task: finalise a job on the connection of the task's worker; answers its last state."""
+    task = rq.get_current_job()
+    state = finalise(Outbox(task.connection, queue), job_id, epoch)
+    return state.value if state else None
+
+
+def _enqueue(tasks: TaskQueue, task_id: str, queue: str, claim: Claim) -> None:
+    tasks.enqueue_call(
+        FINALISE,
+        args=(queue, claim.job_id, claim.epoch),
+        job_id=task_id,
+        description=f"finalise {claim.job_id}",
+        timeout=TIMEOUT_S,
+        result_ttl=RESULT_TTL_S,
+        failure_ttl=FAILURE_TTL_S,
+    )
+
+
+def _is_under_way(tasks: TaskQueue, task_id: str) -> bool:
+    """Whether an earlier task for the same waits in the queue, or runs and shows signs of life."""
+    try:
+        task = AllowListJob.fetch(task_id, connection=tasks.connection)
+    except NoSuchJobError:
+        return False
+    status = task.get_status(refresh=False)
+    if status == JobStatus.STARTED and task.last_heartbeat is not None:
+        seen: datetime = task.last_heartbeat
+        seen = seen if seen.tzinfo else seen.replace(tzinfo=timezone.utc)
+        return datetime.now(timezone.utc) - seen < timedelta(seconds=SILENT_S)
+    return bool(status == JobStatus.QUEUED)

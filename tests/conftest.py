@@ -1,0 +1,40 @@
+"""Fixtures for all tests: randomness that can be repeated, and a real Redis server."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from minisgl_jobs.connection import connect
+from minisgl_workers.embedded_redis import EmbeddedRedis
+from tests.redis_leaks import leaked_keys
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Fresh randomness; a failing test shows its seed, and MINISGL_TEST_SEED repeats it."""
+    seed = int(os.environ.get("MINISGL_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"MINISGL_TEST_SEED={seed}")  # noqa: T201 (pytest shows it when the test fails)
+    return random.Random(seed)
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    """One server for the whole run."""
+    with EmbeddedRedis.private() as server:
+        yield server
+
+
+@pytest.fixture
+def client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
+    """A connection to an empty Redis. A test that leaves keys behind for ever fails."""
+    connection = connect(redis_server.url)
+    connection.flushall()
+    yield connection
+    leaked = leaked_keys(connection)
+    connection.close()
+    assert not leaked, f"keys that would stay in Redis for ever: {leaked}"
