@@ -89,18 +89,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         return built
 
 
-NEUTRAL = SamplingParams(
-    n=1,
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    ignore_eos=False,
-    include_stop_str_in_output=False,
-)
-"""What holds when neither row nor job nor the model's generation config says anything (the values of vLLM)."""
-
-
 class EngineSampling(msgspec.Struct, frozen=True, array_like=True):
     """The concrete values that the engine samples one request with.
 
@@ -145,3 +133,15 @@ def _check_float(field: str, value: object, low: float, high: float, *, low_open
     if value < low or value > high or (low_open and value == low):
         opening = "(" if low_open else "["
         raise InvalidParameterError(field, f"must be in {opening}{low:g}, {high:g}], got {value:g}")
+
+
+NEUTRAL = SamplingParams(
+    n=1,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    ignore_eos=False,
+    include_stop_str_in_output=False,
+)
+"""What holds when neither row nor job nor the model's generation config says anything (the values of vLLM)."""
