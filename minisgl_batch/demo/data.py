@@ -140,31 +140,30 @@ class Generator:
 
 
 def held_out_examples(seed: int | str, num_per_kind: int) -> list[Example]:
-    """Different held-out examples, kind after kind in turn."""
-    generator, seen, examples = Generator(seed, held_out=True), set[str](), []
-    for _ in range(num_per_kind):
-        for kind in KINDS:
+    """Different held-out examples, first all of one kind, then all of the next."""
+    generator = Generator(seed, held_out=True)
+    examples: dict[str, Example] = {}
+    for number, kind in enumerate(KINDS, start=1):
+        while len(examples) < number * num_per_kind:
             example = generator.example(kind)
-            while example.prompt in seen:
-                example = generator.example(kind)
-            seen.add(example.prompt)
-            examples.append(example)
-    return examples
+            examples[example.prompt] = example
+    return list(examples.values())
 
 
 def example_rows() -> list[dict[str, Any]]:
-    """The rows of `examples/prompts.jsonl`; every other prompt of a kind stands after the same system message."""
+    """The rows of `examples/prompts.jsonl`, kinds in turn; every other round stands after the same system message."""
+    examples = held_out_examples(EXAMPLE_SEED, EXAMPLE_ROWS_PER_KIND)
     rows = []
-    for number, example in enumerate(held_out_examples(EXAMPLE_SEED, EXAMPLE_ROWS_PER_KIND)):
-        index = number // len(KINDS)
-        messages = [{"role": "system", "content": EXAMPLE_SYSTEM}] if index % 2 else []
-        rows.append(
-            {
-                "custom_id": f"{example.kind}-{index:02}",
-                "messages": [*messages, {"role": "user", "content": example.prompt}],
-                "metadata": {"kind": example.kind, "answer": example.answer},
-            }
-        )
+    for index in range(EXAMPLE_ROWS_PER_KIND):
+        for example in examples[index::EXAMPLE_ROWS_PER_KIND]:
+            messages = [{"role": "system", "content": EXAMPLE_SYSTEM}] if index % 2 else []
+            rows.append(
+                {
+                    "custom_id": f"{example.kind}-{index:02}",
+                    "messages": [*messages, {"role": "user", "content": example.prompt}],
+                    "metadata": {"kind": example.kind, "answer": example.answer},
+                }
+            )
     return rows
 
 

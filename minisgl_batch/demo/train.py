@@ -1,10 +1,15 @@
-"""Train the demo model from scratch, evaluate it on held-out prompts, and write it in Hugging Face format.
+"""Train the demo model from scratch, write it in Hugging Face format, and evaluate it on held-out prompts.
 
-    python -m minisgl_batch.demo.train --output minisgl_batch/demo/model --steps 8000 --seed 1 --device cuda --compile
+    python -m minisgl_batch.demo.train --output minisgl_batch/demo/model --steps 6250 --seed 1 --device cuda --compile
+
+made the committed model: 3 minutes on an H200 (28 ms a step), 6.7 million conversations. Exact match on 560 held-out
+prompts, 40 of each of the 14 kinds: 99.8 % in float32 and in bfloat16, 99.8 % after a short system message, 100 % after
+one of 600 words; worst kind 97.5 %. A CPU takes half a minute for a step of this size; there,
+`--steps 20 --batch-tokens 2048 --evaluate 1` shows that everything works.
 
 Data is drawn on the fly by the loader's processes. Conversations are packed into rows of 256 tokens, behind a mask that
 keeps them apart; every eighth step has rows of 2,048 tokens, so that long system messages and many turns are learned
-too. Only the assistant's turns count in the loss. It runs on a CPU as well, 100 times slower.
+too. Only the assistant's turns count in the loss.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ CONTEXT_TOKENS = 2048
 ROW_TOKENS = 256
 LONG_EVERY = 8  # steps
 LONGEST_WORDS = 1000  # about 2,000 tokens
+EVALUATION_ROWS = 40  # of one kind, as a rule: answers of like length end together
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -197,8 +203,9 @@ def answers(
     model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=getattr(torch, dtype)).to(device).eval()
     head = [{"role": "system", "content": system}] if system else []
     texts = []
-    for start in range(0, len(prompts), 256):
-        chats = [[*head, {"role": "user", "content": prompt}] for prompt in prompts[start : start + 256]]
+    for start in range(0, len(prompts), EVALUATION_ROWS):
+        batch = prompts[start : start + EVALUATION_ROWS]
+        chats = [[*head, {"role": "user", "content": prompt}] for prompt in batch]
         inputs = tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
         ).to(device)
@@ -240,14 +247,14 @@ def report(folder: Path, device: str, num_per_kind: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the model folder to write")
-    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--steps", type=int, default=6250)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-tokens", type=int, default=65_536, help="tokens of a step")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--compile", action="store_true", help="compile the layers; pays from about 2,000 steps")
     parser.add_argument("--loaders", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="data processes")
-    parser.add_argument("--evaluate", type=int, default=40, help="held-out prompts of each kind in the report")
+    parser.add_argument("--evaluate", type=int, default=40, help="held-out prompts of a kind in the report; 0: none")
     options = parser.parse_args()
 
     tokenizer = build_tokenizer(options.seed)
@@ -259,7 +266,8 @@ def main() -> None:
     batches = Batches(tokenizer, options.seed, options.steps, options.batch_tokens)
     train(model, batches, options.device, options.lr, options.loaders)
     write_model(model, tokenizer, options.output)
-    report(options.output, options.device, options.evaluate)
+    if options.evaluate:
+        report(options.output, options.device, options.evaluate)
 
 
 if __name__ == "__main__":
