@@ -76,7 +76,7 @@ class PrefillManager:
         num_startable = min(self._table.num_free_slots, len(self._waiting))
         if self._partial is not None or not num_running or not num_startable:
             return self._partial is not None or num_startable > 0
-        enough = max(MIN_STARTS, num_running // STARTS_SHARE)
+        enough = min(len(self._waiting), max(MIN_STARTS, num_running // STARTS_SHARE))
         return num_startable >= enough or step - self._last_step >= MAX_WAIT_STEPS
 
     def schedule(self, budget: int, step: int) -> list[Piece]:
