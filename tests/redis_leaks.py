@@ -25,9 +25,9 @@ def leaked_keys(client: redis.Redis) -> list[str]:
     names = [key.decode() for key in connection.scan_iter(count=1000)]
     for name in names:
         match = _NAME.fullmatch(name)
-        if match and match["job"] and name.endswith(f":job:{match['job']}"):
-            if connection.hget(name, "state") in UNDER_WAY:
-                busy |= {match["queue"], f"{match['queue']}job:{match['job']}"}
+        is_job = match is not None and name == f"{match['queue']}job:{match['job']}"
+        if match is not None and is_job and connection.hget(name, "state") in UNDER_WAY:
+            busy |= {match["queue"], name}
     for name in names:
         match = _NAME.fullmatch(name)
         if name == QUEUES or name.startswith("rq:"):

@@ -44,7 +44,7 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 def queue_name(model: str) -> str:
     """The queue of a served model: its name where that is safe in a key, else a readable form with a hash."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-")[:64]
-    if safe == model:
+    if safe and safe == model:
         return safe
     return f"{safe}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import Any
 
@@ -9,7 +10,14 @@ import hypothesis.strategies as st
 import pytest
 import redis
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from minisgl_batch.errors import JobStateError
 from minisgl_jobs.leases import ChunkQueue, Lease
@@ -68,7 +76,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert lease.is_solo == (lease.num_deaths >= 2)
         assert lease.lost_rows == tuple(row for row in lease.rows if job.row_deaths.get(row, 0) >= 2)
         suspect = job.suspects.get(lease.chunk)
-        assert lease.suspect == (None if suspect and len(suspect) == 1 and suspect.start in lease.lost_rows else suspect)
+        is_lost = suspect is not None and len(suspect) == 1 and suspect.start in lease.lost_rows
+        assert lease.suspect == (None if is_lost else suspect)
         self.leases.append(lease)
         self.last_takes[number] = lease
 
@@ -174,6 +183,10 @@ class QueueMachine(RuleBasedStateMachine):
             # Its time is over: the next claim gets it again.
             self.client.zadd(self.keys.part("fin"), {claim.job_id: 0}, xx=True)
 
+    @rule()
+    def audit(self) -> None:
+        assert self.workers[0].audit() == 0
+
     @invariant()
     def equal(self) -> None:
         now_held = {}
@@ -187,7 +200,8 @@ class QueueMachine(RuleBasedStateMachine):
             bits: Any = self.client.get(self.keys.job(job_id, "done")) or b""
             done = {8 * i + bit for i, byte in enumerate(bits) for bit in range(8) if byte >> (7 - bit) & 1}
             assert done == job.done
-        expected = {chunk: len(self.reference.jobs[chunk[0]].spools.get(chunk[1], {})) for chunk in self.reference.holders}
+        jobs = self.reference.jobs
+        expected = {chunk: len(jobs[chunk[0]].spools.get(chunk[1], {})) for chunk in self.reference.holders}
         assert now_held == expected
         members: Any = self.client.zrange(self.keys.part("lease"), 0, -1)
         assert {tuple(member.decode().split("|")) for member in members} == {(j, str(c)) for j, c in expected}
@@ -244,7 +258,7 @@ def test_scripts_do_what_the_model_does(client: redis.Redis) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=150,
+            max_examples=int(os.environ.get("MINISGL_QUEUE_EXAMPLES", "80")),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=checks,
