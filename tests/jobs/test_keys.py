@@ -7,7 +7,7 @@ import re
 
 import redis
 
-from minisgl_jobs.keys import EVENTS, JOB_PARTS, QUEUE_PARTS, QueueKeys, lua_names, queue_name
+from minisgl_jobs.keys import EVENTS, JOB_PARTS, QUEUE_PARTS, STREAM_PARTS, QueueKeys, lua_names, queue_name
 
 
 def test_queue_names_are_readable_safe_and_different(rng: random.Random) -> None:
@@ -23,7 +23,7 @@ def test_queue_names_are_readable_safe_and_different(rng: random.Random) -> None
 def test_lua_and_python_make_the_same_names(client: redis.Redis) -> None:
     keys = QueueKeys("q")
     calls = {f"key.{part}": keys.part(part) for part in QUEUE_PARTS}
-    calls |= {f"job_key('j', '{part}')": keys.job("j", part) for part in (*JOB_PARTS, EVENTS)}
+    calls |= {f"job_key('j', '{part}')": keys.job("j", part) for part in (*JOB_PARTS, *STREAM_PARTS, EVENTS)}
     calls |= {
         "job_key('j')": keys.job("j"),
         "spool_key('j', '7')": keys.spool("j", 7),

@@ -135,9 +135,7 @@ end
 
 local function expire(job, ttl_ms)
   for _, part in ipairs(job_parts) do
-    if part ~= 'tokens' and part ~= 'watch' then -- their own times are shorter
-      redis.call('PEXPIRE', job_key(job, part), ttl_ms)
-    end
+    redis.call('PEXPIRE', job_key(job, part), ttl_ms)
   end
   redis.call('PEXPIRE', job_key(job), ttl_ms)
 end
