@@ -10,9 +10,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
 import redis
 
 from minisgl_batch.errors import JobNotFoundError, RedisUnavailableError
@@ -33,8 +33,7 @@ FetchRows: TypeAlias = Callable[[Sequence[range]], Iterable[RowResult]]
 """Finished results of the rows in these ascending ranges, as far as there are any (committed parts, spools)."""
 
 
-@dataclass(frozen=True)
-class JobChanged:
+class JobChanged(msgspec.Struct, frozen=True):
     """The job is in another state now. A final one is a reader's last event."""
 
     state: JobState

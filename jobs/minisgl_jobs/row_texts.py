@@ -9,20 +9,20 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+
 from minisgl_jobs.model import RowError, RowResult
 from minisgl_jobs.streams import RowDelta
 
 
-@dataclass(frozen=True)
-class RowStarted:
+class RowStarted(msgspec.Struct, frozen=True):
     """A sample begins, or begins anew: forget the text that it had."""
 
     row_index: int
     sample_index: int
 
 
-@dataclass(frozen=True)
-class RowText:
+class RowText(msgspec.Struct, frozen=True):
     """More text of a sample; `offset` characters came before."""
 
     row_index: int
@@ -31,8 +31,7 @@ class RowText:
     text: str
 
 
-@dataclass(frozen=True)
-class RowFinished:
+class RowFinished(msgspec.Struct, frozen=True):
     """A sample has all of its text. Comes once."""
 
     row_index: int

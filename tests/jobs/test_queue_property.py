@@ -45,7 +45,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.outbox = Outbox(self.client, self.keys.queue)
         self.reference = ReferenceQueue()
         self.leases: list[Lease] = []  # all there ever were: the lost ones are the zombies'
-        self.num_expired = 0
+        self.num_expired = self.num_steps = 0
         self.last_takes: dict[int, Lease] = {}
 
     @rule(
@@ -58,8 +58,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.reference.submit(submit(self.jobs, spec))
         self.jobs.seal(spec)  # once more: harmless
 
-    @rule(number=st.integers(0, 2))
-    def take(self, number: int) -> None:
+    @rule(number=st.integers(0, 2), num_takes=st.integers(1, 4))
+    def take(self, number: int, num_takes: int) -> None:
+        for _ in range(num_takes):
+            self._take(number)
+
+    def _take(self, number: int) -> None:
         token = secrets.token_hex(8)
         expected = self.reference.take(token)
         lease = self.workers[number].take(token)
@@ -97,9 +101,11 @@ class QueueMachine(RuleBasedStateMachine):
         assert [answer.value for answer in self.workers[0].renew(leases)] == expected
 
     @precondition(lambda self: self.reference.holders)
-    @rule(data=st.data())
-    def expire(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), number=st.integers(0, 2), is_taken_over=st.booleans())
+    def expire(self, data: st.DataObject, number: int, is_taken_over: bool) -> None:
         self._expire(data.draw(st.sampled_from(sorted(self.reference.holders))))
+        if is_taken_over:
+            self._take(number)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -163,7 +169,7 @@ class QueueMachine(RuleBasedStateMachine):
             with pytest.raises(JobStateError):
                 self.jobs.retry(job_id)
 
-    @rule(paused=st.booleans())
+    @rule(paused=st.sampled_from([False, False, False, True]))
     def pause(self, paused: bool) -> None:
         self.reference.paused = paused
         (self.jobs.pause if paused else self.jobs.resume)(self.model)
@@ -188,6 +194,12 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.workers[0].audit() == 0
 
     @invariant()
+    def look(self) -> None:
+        """All answers are compared at once; what lies in Redis, now and then."""
+        self.num_steps += 1
+        if self.num_steps % 4 == 0:
+            self.equal()
+
     def equal(self) -> None:
         now_held = {}
         for job_id, job in self.reference.jobs.items():
@@ -200,6 +212,8 @@ class QueueMachine(RuleBasedStateMachine):
             bits: Any = self.client.get(self.keys.job(job_id, "done")) or b""
             done = {8 * i + bit for i, byte in enumerate(bits) for bit in range(8) if byte >> (7 - bit) & 1}
             assert done == job.done
+            for chunk, spool in job.spools.items():
+                assert self.jobs.spooled(job_id, chunk) == spool
         jobs = self.reference.jobs
         expected = {chunk: len(jobs[chunk[0]].spools.get(chunk[1], {})) for chunk in self.reference.holders}
         assert now_held == expected
@@ -249,7 +263,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not self.outbox.finish(job_id, epoch, state)
 
     def _any_lease(self) -> st.SearchStrategy[Lease]:
-        return st.sampled_from(self.leases[-12:])
+        return st.sampled_from(self.leases[-8:])
 
 
 def test_scripts_do_what_the_model_does(client: redis.Redis) -> None:
@@ -258,8 +272,8 @@ def test_scripts_do_what_the_model_does(client: redis.Redis) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(os.environ.get("MINISGL_QUEUE_EXAMPLES", "80")),
-            stateful_step_count=40,
+            max_examples=int(os.environ.get("MINISGL_QUEUE_EXAMPLES", "100")),
+            stateful_step_count=50,
             deadline=None,
             suppress_health_check=checks,
             phases=[Phase.generate],  # shrinking takes minutes: add Phase.shrink to debug
