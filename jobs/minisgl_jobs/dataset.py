@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from minisgl_batch._version import __version__
 from minisgl_batch.errors import OutputError
@@ -22,10 +21,12 @@ from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, che
 from minisgl_jobs.parts import (
     PART_PATTERN,
     PENDING_PATTERN,
+    TOKEN_COUNTS,
     Part,
     list_folder,
     part_name,
     part_names,
+    read_part_table,
     remove_file,
     write_file,
 )
@@ -55,6 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         reason: why a failed job failed.
         epoch: 0, and one more for each retry.
         num_ok, num_errors: rows by outcome.
+        prompt_tokens, cached_tokens, completion_tokens: of all results; cached ones are among the prompts'.
         finished_at: when the last part was there.
         engine: what ran: sha256 of weights and tokenizer, chat template, dtype, attention backend, page size, tp.
         parts: in chunk order.
@@ -70,6 +72,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
     num_ok: int
     num_errors: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
     seed: int
     sampling: SamplingParams
     system: str | None
@@ -110,6 +115,7 @@ def make_manifest(
         num_rows=spec.num_rows,
         num_ok=num_ok,
         num_errors=num_errors,
+        **{name: sum(getattr(part.info, name) for part in parts) for name in TOKEN_COUNTS},
         seed=spec.seed,
         sampling=spec.params,
         system=spec.system,
@@ -185,12 +191,7 @@ def read_batches(folder: Path, columns: Sequence[str] | None = None) -> Iterator
     if manifest is None and not names:
         raise OutputError(f"{folder} holds no results yet" if folder.is_dir() else f"{folder}: there is no such folder")
     for name in names:
-        try:
-            with pq.ParquetFile(folder / name) as file:
-                table = file.read(columns=None if columns is None else list(columns))
-        except (OSError, pa.ArrowException) as error:
-            raise OutputError(f"{folder / name} can't be read: {error}") from error
-        yield from table.replace_schema_metadata(None).to_batches()
+        yield from read_part_table(folder / name, columns).to_batches()
 
 
 def read_dataset(folder: Path, columns: Sequence[str] | None = None) -> pa.Table:

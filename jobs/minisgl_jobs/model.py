@@ -72,6 +72,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         priority: which ring of jobs.
         submitted_at: Unix seconds, the client's clock.
         token_ids: write the `output_token_ids` column.
+        chat: whether the rows (the first one, if they differ) are chat messages: the shape of OpenAI output.
         input: what was read.
     """
 
@@ -86,6 +87,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: Priority = Priority.NORMAL
     submitted_at: float = 0.0
     token_ids: bool = False
+    chat: bool = False
     input: InputInfo = InputInfo()
     schema_version: int = SCHEMA_VERSION
 
