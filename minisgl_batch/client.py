@@ -55,24 +55,26 @@ class Progress:
     """How far a job is.
 
     Attributes:
-        state: where it is in its life.
-        num_rows: rows in all.
+        status: what the queue knows.
         rows_done: rows that are finished, those of unfinished chunks (about, with several samples a row) included.
-        rows_error: error rows among those of finished chunks.
         tokens_per_s: that the job's workers generate, for all of their jobs.
         cached_share: of the prompt tokens of these workers since they started; None when nothing ran yet.
         eta_s: until the last row, from the rows so far; None when nothing can be said.
-        waiting: what the job waits for, "" when it gets on.
     """
 
-    state: JobState
-    num_rows: int
+    status: JobStatus
     rows_done: int
-    rows_error: int
     tokens_per_s: float
     cached_share: float | None
     eta_s: float | None
-    waiting: str
+
+    @property
+    def state(self) -> JobState:
+        return self.status.state
+
+    @property
+    def num_rows(self) -> int:
+        return self.status.spec.num_rows
 
 
 class Client:
@@ -227,39 +229,36 @@ class JobHandle:
         """All that the queue knows about the job."""
         return self._queue.status(self.id)
 
-    def progress(self, status: JobStatus | None = None) -> Progress:
-        """How far the job is, or was at the moment of `status`."""
-        status = status or self.status()
+    def progress(self) -> Progress:
+        """How far the job is."""
+        status = self.status()
         spec = status.spec
         busy = {lease.worker_id for lease in status.leases}
         workers = [worker for worker in self._queue.workers(model=spec.model) if worker.worker_id in busy]
         prompt_tokens = sum(worker.prompt_tokens for worker in workers)
         rows_done = min(spec.num_rows, status.rows_done + status.num_spooled // (spec.params.n or 1))
         return Progress(
-            state=status.state,
-            num_rows=spec.num_rows,
+            status=status,
             rows_done=rows_done,
-            rows_error=status.rows_error,
             tokens_per_s=sum(worker.tokens_per_s for worker in workers),
             cached_share=sum(worker.cached_tokens for worker in workers) / prompt_tokens if prompt_tokens else None,
             eta_s=_eta(status, rows_done),
-            waiting=status.waiting,
         )
 
-    def watch(self, poll_s: float = POLL_S) -> Iterator[JobStatus]:
-        """The job's status every `poll_s`, at last a final one. Puts up with a Redis that is away for two minutes."""
+    def watch(self, poll_s: float = POLL_S) -> Iterator[Progress]:
+        """The job's progress every `poll_s`, until it has ended. Puts up with a Redis that is away for two minutes."""
         away_since: float | None = None
         while True:
             try:
-                status = self.status()
+                progress = self.progress()
                 away_since = None
             except RedisUnavailableError:
                 away_since = away_since or time.monotonic()
                 if time.monotonic() - away_since > OUTAGE_S:
                     raise
             else:
-                yield status
-                if status.state.is_final:
+                yield progress
+                if progress.state.is_final:
                     return
             time.sleep(poll_s)
 
@@ -270,11 +269,11 @@ class JobHandle:
             JobTimeoutError: it hasn't ended within `timeout_s`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for status in self.watch():
-            if status.state.is_final:
-                return status
+        for progress in self.watch():
+            if progress.state.is_final:
+                return progress.status
             if deadline is not None and time.monotonic() >= deadline:
-                raise JobTimeoutError(f"job {self.id} is still {status.state.value} after {timeout_s:g} s")
+                raise JobTimeoutError(f"job {self.id} is still {progress.state.value} after {timeout_s:g} s")
         raise AssertionError("watch ends with a final status")
 
     def cancel(self) -> None:

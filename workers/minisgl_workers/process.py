@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import IO, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -52,14 +52,26 @@ class ChildProcess:
         status_fd: readable when the child said something or is gone.
     """
 
-    def __init__(self, name: str, module: str, config: msgspec.Struct, env: dict[str, str] | None = None) -> None:
-        """Start `python -m module`, in a session of its own so that a terminal's Ctrl-C reaches the parent alone."""
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        config: msgspec.Struct,
+        env: dict[str, str] | None = None,
+        log: IO[bytes] | None = None,
+    ) -> None:
+        """Start `python -m module`, in a session of its own so that a terminal's Ctrl-C reaches the parent alone.
+
+        Its output goes to `log`, by default to where the parent's goes.
+        """
         self.name = name
         self.status_fd, child_fd = os.pipe()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
                 pass_fds=(child_fd,),
                 env=os.environ | (env or {}) | {_STATUS_FD_ENV: str(child_fd)},
                 start_new_session=True,
@@ -150,6 +162,7 @@ def setup_logging(name: str) -> None:
         format=f"%(asctime)s %(levelname).1s {name}: %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,
+        force=True,
     )
 
 
