@@ -62,9 +62,10 @@ class FrontendSide(_Link):
     def __init__(self, directory: Path) -> None:
         super().__init__(inbox=directory / "frontend", peer=directory / "rank0")
 
-    def receive(self, timeout_s: float) -> list[FromEngine]:
-        """All messages that have come; waits up to `timeout_s` for the first."""
-        return [from_engine_decoder.decode(raw) for raw in self._receive_all(int(timeout_s * 1000))]
+    def receive(self, timeout_s: float | None) -> list[FromEngine]:
+        """All messages that have come; waits up to `timeout_s` for the first (None: without limit)."""
+        timeout_ms = None if timeout_s is None else int(timeout_s * 1000)
+        return [from_engine_decoder.decode(raw) for raw in self._receive_all(timeout_ms)]
 
     def send(self, message: ToEngine) -> None:
         self._peer.send(encoder.encode(message))

@@ -1,4 +1,4 @@
-"""What a worker group is told to do. Torch-free, so that the command line can build it quickly."""
+"""What a worker group and each of its processes is told. Torch-free: the supervisor, which builds it, loads no model."""
 
 from __future__ import annotations
 
@@ -29,3 +29,43 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     def model(self) -> str:
         """The served model's name."""
         return self.served_model_name or self.engine.model
+
+
+class FrontendConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells a frontend.
+
+    Attributes:
+        options: the worker group's.
+        worker_id: of this group, unique among living ones.
+        socket_directory: where the group's sockets are.
+    """
+
+    options: WorkerOptions
+    worker_id: str
+    socket_directory: str
+
+
+class RankConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells a rank.
+
+    Attributes:
+        engine: the engine's options.
+        socket_directory: where the group's sockets are.
+    """
+
+    engine: EngineConfig
+    socket_directory: str
+
+
+class TaskRunnerConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells the RQ worker.
+
+    Attributes:
+        redis_url: where the queue is.
+        model: the served model's name.
+        worker_id: of the group.
+    """
+
+    redis_url: str
+    model: str
+    worker_id: str

@@ -142,7 +142,7 @@ def run_child(name: str, config_type: type[Config], main: Callable[[Config, Stat
     status = StatusPipe(int(os.environ[_STATUS_FD_ENV]))
     setup_logging(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=config_type)
+    config = msgspec.json.decode(_read_line(sys.stdin.fileno()), type=config_type)
     threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
     try:
         main(config, status)
@@ -169,6 +169,17 @@ def setup_logging(name: str) -> None:
 def _end_with_parent() -> None:
     # Nothing but the end of file comes: the parent is gone, and with it whoever would restart this group in order.
     # What is lost is what any crash loses; a tidy end could hang, for example in a collective without its peers.
-    while sys.stdin.buffer.read(1):
+    while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)
+
+
+def _read_line(fd: int) -> bytes:
+    """One line and nothing beyond it, past Python's buffers, which the lifeline's thread would hold at exit."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            sys.exit(1)  # the parent is gone already
+        line += byte
+    return bytes(line)
