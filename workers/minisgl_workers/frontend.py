@@ -134,6 +134,8 @@ class Frontend:
             tokens_per_s=self._rate.per_s,
             num_running=self._stats.num_running,
             num_waiting=self._stats.num_waiting,
+            prompt_tokens=self._stats.prompt_tokens,
+            cached_tokens=self._stats.cached_tokens,
         )
 
     # ------------------------------------------------------ towards the engine
