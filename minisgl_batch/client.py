@@ -154,10 +154,7 @@ class Client:
             job_id=job_id,
         ) as submission:
             job = self.submit_prepared(submission)
-        served = sorted({worker.model for worker in self.workers()})
-        if model not in served:
-            others = f"; workers serve {', '.join(served)}" if served else ""
-            logger.warning("no worker serves %s now: job %s waits until one does%s", model, job.id, others)
+        self.warn_if_unserved(model)
         return job
 
     def submit_prepared(self, submission: Submission) -> JobHandle:
@@ -176,6 +173,13 @@ class Client:
                     self._queue.drop(spec)
                 raise
         return JobHandle(self._redis, self._queue, spec.job_id)
+
+    def warn_if_unserved(self, model: str) -> None:
+        """Log a warning when no living worker serves a model."""
+        served = sorted({worker.model for worker in self.workers()})
+        if model not in served:
+            others = f"; workers serve {', '.join(served)}" if served else ""
+            logger.warning("no worker serves %s now: its jobs wait until one does%s", model, others)
 
     def job(self, job_id: str) -> JobHandle:
         """A job that was submitted before.

@@ -136,6 +136,13 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: str = ""
     error: RowError | None = None
 
+    @property
+    def input(self) -> str | list[int] | list[dict[str, Any]]:
+        """The prompt, token ids or messages, whichever it has; an empty list for a faulty row."""
+        if self.prompt is not None:
+            return self.prompt
+        return self.prompt_token_ids if self.prompt_token_ids is not None else self.messages or []
+
 
 class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One finished sample of a row: a line of the result dataset (timestamps in Unix seconds)."""

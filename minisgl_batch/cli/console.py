@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from minisgl_batch.errors import InvalidInputError, MiniSGLError
+from minisgl_batch.errors import Fault, InvalidInputError, MiniSGLError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
+
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
 
 
 def talk(message: str) -> None:
@@ -26,30 +29,32 @@ def talk(message: str) -> None:
 
 def show_error(error: MiniSGLError) -> None:
     """Say what went wrong; faults of an input as a table."""
-    if isinstance(error, InvalidInputError) and error.faults and sys.stderr.isatty():
-        show_faults(error)
+    if isinstance(error, InvalidInputError) and error.faults:
+        talk(f"Error: {str(error).splitlines()[0]}")
+        show_faults(error.faults, error.num_faults)
     else:
         talk(f"Error: {error}")
 
 
-def show_faults(error: InvalidInputError) -> None:
-    """The faults of an input, as a table that fits the terminal."""
+def show_faults(faults: Sequence[Fault], num_faults: int) -> None:
+    """The first faults of an input as a table; on a terminal as one that fits it."""
+    from minisgl_jobs.faults import COLUMNS, render_faults
+
+    if not sys.stderr.isatty():
+        talk(render_faults(faults, num_faults))
+        return
     from rich.table import Table
     from rich.text import Text
 
-    from minisgl_jobs.faults import COLUMNS
-
-    console = stderr_console()
-    console.print(Text(f"Error: {str(error).splitlines()[0]}"))
     table = Table(*COLUMNS)
     table.columns[0].justify = "right"
     for column in table.columns[:2]:
         column.no_wrap = True
-    for fault in error.faults:
+    for fault in faults:
         table.add_row(*map(Text, (str(fault.line), fault.field or "-", fault.problem, fault.hint)))
-    console.print(table)
-    if error.num_faults > len(error.faults):
-        console.print(f"... and {error.num_faults - len(error.faults)} more")
+    stderr_console().print(table)
+    if num_faults > len(faults):
+        talk(f"... and {num_faults - len(faults):,} more")
 
 
 def talk_of_warnings() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from minisgl_batch._version import __version__
-from minisgl_batch.cli.console import show_error, talk, talk_of_warnings
+from minisgl_batch.cli.console import INTERRUPTED, show_error, talk, talk_of_warnings
 from minisgl_batch.errors import InvalidParameterError, MiniSGLError
 
 # name -> what its help says first; the module of the same name under minisgl_batch.cli is imported on use.
@@ -30,22 +30,21 @@ Exit codes:
   2    bad usage: an option, or rows of the input, can't be used
   130  interrupted
 """
-INTERRUPTED = 130
 
 
 class LazyGroup(click.Group):
     """Knows its commands by name, so that `--help` and completion import none of them."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
+    def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(import_module(f"minisgl_batch.cli.{cmd_name}"), cmd_name)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 

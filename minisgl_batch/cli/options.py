@@ -98,7 +98,9 @@ input_options = _all(
         show_default=True,
         help="What rows that can't be used do: refuse the input, or become error rows.",
     ),
-    click.option("--chunk-rows", type=click.IntRange(1, 256), default=256, show_default=True, help="Rows per Parquet part."),
+    click.option(
+        "--chunk-rows", type=click.IntRange(1, 256), default=256, show_default=True, help="Rows per Parquet part."
+    ),
     click.option("--token-ids", is_flag=True, help="Write the output_token_ids column."),
     click.option("--job-id", metavar="NAME", help="Name the job.  [default: the file's name and the date]"),
 )

@@ -45,16 +45,22 @@ def worker(redis_url: str | None, **options: Any) -> None:
         configured = worker_options(options, url)
 
         def ready(info: dict[str, dict[str, Any]]) -> None:
-            talk(describe_ready(configured, info))
+            source = f"jobs for {configured.model} from {safe_url(configured.redis_url)}"
+            talk(f"serving {source} ({describe_engine(info)})")
 
         run_worker(configured, ready)
 
 
 def require_engine() -> None:
     """Raise UsageError where only the client is installed."""
-    missing = [name for name in _ENGINE_MODULES if importlib.util.find_spec(name) is None]
+    missing = missing_engine_modules()
     if missing:
         raise UsageError(f"the engine isn't installed ({', '.join(missing)}): pip install 'minisgl-batch[engine]'")
+
+
+def missing_engine_modules() -> list[str]:
+    """Packages of the `engine` extra that aren't installed."""
+    return [name for name in _ENGINE_MODULES if importlib.util.find_spec(name) is None]
 
 
 def worker_options(options: dict[str, Any], redis_url: str) -> WorkerOptions:
@@ -72,8 +78,6 @@ def worker_options(options: dict[str, Any], redis_url: str) -> WorkerOptions:
     )
 
 
-def describe_ready(options: WorkerOptions, info: dict[str, dict[str, Any]]) -> str:
-    """One line about a group that serves now, from the ready information of its processes."""
-    frontend = info.get("frontend", {})
-    engine = ", ".join(f"{name} {value}" for name, value in frontend.get("engine", {}).items())
-    return f"serving {options.model} from {safe_url(options.redis_url)} ({engine})"
+def describe_engine(info: dict[str, dict[str, Any]]) -> str:
+    """What a group that serves now runs on, from the ready information of its processes."""
+    return ", ".join(f"{name} {value}" for name, value in info["frontend"]["engine"].items())

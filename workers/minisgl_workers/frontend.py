@@ -157,7 +157,7 @@ class Frontend:
 
     def _send_rows(self, work: ChunkWork, rows: list[Row]) -> None:
         spec, requests = work.lease.spec, list[NewRequest]()
-        encoded = self._tokenizer.encode_inputs([_prompt(row) for row in rows], system=spec.system)
+        encoded = self._tokenizer.encode_inputs([row.input for row in rows], system=spec.system)
         started_at = time.time()
         for row, ids in zip(rows, encoded, strict=True):
             try:
@@ -218,12 +218,6 @@ class Frontend:
             sample.work.finish(sample.row, sample.sample_index, sample.seed, sample.started_at, output)
         if events.aborts:
             self._link.send(AbortRequests(events.aborts))
-
-
-def _prompt(row: Row) -> str | list[int] | list[dict[str, object]]:
-    if row.prompt is not None:
-        return row.prompt
-    return row.prompt_token_ids if row.prompt_token_ids is not None else row.messages or []
 
 
 def main(config: FrontendConfig, status: StatusPipe) -> None:
