@@ -5,7 +5,10 @@ Run as a module it is that child; `LocalWorker` is the parent's side.
 
 from __future__ import annotations
 
+import os
 import select
+import signal
+import time
 from types import TracebackType
 from typing import IO, Any
 
@@ -14,6 +17,7 @@ from minisgl_workers.options import WorkerOptions
 from minisgl_workers.process import ChildFailed, ChildProcess, ChildReady, StatusPipe, run_child
 
 STOP_S = 10.0
+BETWEEN_SIGNALS_S = 0.1  # two at once would count as one
 
 
 class LocalWorker:
@@ -56,8 +60,18 @@ class LocalWorker:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Nothing of it is wanted any more when something went wrong: what is finished is on disk.
-        self._process.stop(STOP_S if exc_type is None else 0.0)
+        if exc_type is not None:  # nothing of it is wanted any more: a second signal makes it stop at once
+            self._process.send_signal(signal.SIGTERM)
+            time.sleep(BETWEEN_SIGNALS_S)
+        self._process.stop(STOP_S)
+
+
+def _stop_at_once() -> None:
+    """As two signals do, so that the group's sockets are removed; what hangs is ended by the lifeline after that."""
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(BETWEEN_SIGNALS_S)
+    time.sleep(STOP_S)
 
 
 def _main(options: WorkerOptions, status: StatusPipe) -> None:
@@ -67,4 +81,4 @@ def _main(options: WorkerOptions, status: StatusPipe) -> None:
 
 
 if __name__ == "__main__":
-    run_child("worker", WorkerOptions, _main)
+    run_child("worker", WorkerOptions, _main, on_orphaned=_stop_at_once)

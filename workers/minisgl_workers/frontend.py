@@ -240,6 +240,7 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     )
     frontend = Frontend(delivery, Publishing(TokenPublisher(client, options.model)), link, tokenizer, info)
     signal.signal(signal.SIGTERM, lambda *_: frontend.drain(options.drain_s))
+    queue.heartbeat(info)  # who is told that this group serves finds it among the workers
     status.ready(engine=ready.description, max_seq_len=ready.max_seq_len, num_pages=ready.num_pages)
     frontend.run(ready.max_seq_len)
     link.close()

@@ -137,13 +137,22 @@ class StatusPipe:
         os.write(self._fd, msgspec.json.encode(status) + b"\n")
 
 
-def run_child(name: str, config_type: type[Config], main: Callable[[Config, StatusPipe], None]) -> None:
-    """The whole life of a child process: read the configuration, run `main`, report an error, exit."""
+def run_child(
+    name: str,
+    config_type: type[Config],
+    main: Callable[[Config, StatusPipe], None],
+    on_orphaned: Callable[[], None] = lambda: None,
+) -> None:
+    """The whole life of a child process: read the configuration, run `main`, report an error, exit.
+
+    Args:
+        on_orphaned: called, in a thread of its own, before the process leaves because its parent is gone.
+    """
     status = StatusPipe(int(os.environ[_STATUS_FD_ENV]))
     setup_logging(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(_read_line(sys.stdin.fileno()), type=config_type)
-    threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(on_orphaned,), name="lifeline", daemon=True).start()
     try:
         main(config, status)
     except MiniSGLError as error:
@@ -166,11 +175,12 @@ def setup_logging(name: str) -> None:
     )
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(on_orphaned: Callable[[], None]) -> None:
     # Nothing but the end of file comes: the parent is gone, and with it whoever would restart this group in order.
     # What is lost is what any crash loses; a tidy end could hang, for example in a collective without its peers.
     while os.read(sys.stdin.fileno(), 1):
         pass
+    on_orphaned()
     os._exit(1)
 
 
