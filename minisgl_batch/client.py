@@ -33,7 +33,7 @@ from minisgl_batch.errors import (
 )
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
-from minisgl_jobs.dataset import clear_dataset, reopen_dataset
+from minisgl_jobs.dataset import claim_output, clear_dataset, release_output, reopen_dataset
 from minisgl_jobs.job_results import JobResults
 from minisgl_jobs.model import MAX_CHUNK_ROWS, JobState, Priority, RowResult
 from minisgl_jobs.queue import JobQueue
@@ -159,18 +159,20 @@ class Client:
 
     def submit_prepared(self, submission: Submission) -> JobHandle:
         """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis."""
-        spec = submission.spec
+        spec, folder = submission.spec, Path(submission.spec.output)
         if self._queue.create(spec):
             try:
                 payloads = submission.payloads()
                 while batch := dict(islice(payloads, _CHUNKS_PER_APPEND)):
                     self._queue.append(spec, batch)
                 if submission.overwrite:
-                    clear_dataset(Path(spec.output))
+                    clear_dataset(folder)
+                claim_output(folder, spec.job_id)
                 self._queue.seal(spec)
             except BaseException:
                 with suppress(QueueError):  # what can't be dropped now expires
                     self._queue.drop(spec)
+                release_output(folder, spec.job_id)
                 raise
         return JobHandle(self._redis, self._queue, spec.job_id)
 

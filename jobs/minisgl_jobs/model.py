@@ -74,6 +74,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         token_ids: write the `output_token_ids` column.
         chat: whether the rows (the first one, if they differ) are chat messages: the shape of OpenAI output.
         input: what was read.
+        rows_sha256: of all rows as they were read: the hash of their chunks' `chunk_sha256`, in order.
     """
 
     job_id: str
@@ -89,6 +90,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: bool = False
     chat: bool = False
     input: InputInfo = InputInfo()
+    rows_sha256: str = ""
     schema_version: int = SCHEMA_VERSION
 
     @property

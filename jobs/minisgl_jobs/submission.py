@@ -6,6 +6,7 @@ whatever the input's size. Knows nothing of Redis. Called by the client and the 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -13,13 +14,14 @@ import tempfile
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
 from minisgl_batch.errors import InvalidParameterError, OutputError, UsageError
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
-from minisgl_jobs.chunks import encode_chunk, iter_chunks
+from minisgl_jobs.chunks import chunk_sha256, encode_chunk, iter_chunks
 from minisgl_jobs.dataset import check_output
 from minisgl_jobs.faults import FaultLog
 from minisgl_jobs.keys import is_job_id
@@ -127,6 +129,7 @@ def prepare(
         token_ids=token_ids,
         chat=rows.examples[0].messages is not None,
         input=info,
+        rows_sha256=rows.sha256,
     )
     return Submission(spec, rows, overwrite=overwrite)
 
@@ -181,13 +184,19 @@ class _CheckedRows:
         self.reader = RowReader(name, options)
         self.chunks = _ChunkFile()
         self.examples: list[Row] = []
+        self._sha256 = hashlib.sha256()
         try:
             for rows in iter_chunks(self.reader.rows(lines), chunk_rows):
                 self.examples += rows[: NUM_EXAMPLES - len(self.examples)]
                 self.chunks.add(encode_chunk(rows))
+                self._sha256.update(chunk_sha256(rows).encode())
         except BaseException:
             self.chunks.close()
             raise
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
 
 
 class _ChunkFile:
@@ -216,4 +225,5 @@ class _ChunkFile:
             yield self._file.read(size)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # the file is closed; what had no room in it isn't wanted any more
+            self._file.close()

@@ -124,6 +124,17 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def size(num_bytes: int) -> str:
+    """Such as `462 bytes`, `12 KiB`, `1.4 GiB`."""
+    if num_bytes < 1024:
+        return count(num_bytes, "byte")
+    amount, units = num_bytes / 1024, iter(("KiB", "MiB", "GiB"))
+    unit = next(units)
+    while amount >= 1000 and (larger := next(units, "")):
+        amount, unit = amount / 1024, larger
+    return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:,.0f} {unit}"
+
+
 def count(number: int, noun: str) -> str:
     """Such as `1 row` and `1,200 rows`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

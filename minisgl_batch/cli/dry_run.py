@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from minisgl_batch.cli.console import count, duration, one_line, print_fields, print_line, talk
+from minisgl_batch.cli.console import count, duration, one_line, print_fields, print_line, size, talk
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.worker import missing_engine_modules
 from minisgl_batch.errors import RedisUnavailableError, RequestError
@@ -112,8 +112,7 @@ def _current_rate(redis_url: str | None, model: str) -> float:
 
 def _fields(submission: Submission, tokens: TokenCounts | None, rate: float) -> list[tuple[str, str]]:
     spec = submission.spec
-    chunks = f"in {count(spec.num_chunks, 'chunk')} of {submission.num_bytes / 1024:,.0f} KiB together"
-    found = [("rows", f"{spec.num_rows:,} {chunks}")]
+    found = [("rows", f"{spec.num_rows:,} in {count(spec.num_chunks, 'chunk')}, {size(submission.num_bytes)} in Redis")]
     if submission.faults.num_faults:
         found.append(("faulty", f"{submission.faults.num_faults:,} become error rows"))
     if tokens is None:
