@@ -25,7 +25,7 @@ class TorchCommunicator:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x`, stacked: (size, *x.shape)."""
         gathered = x.new_empty((self._group.size(), *x.shape))
-        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self._group)
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=self._group)
         return gathered
 
     def close(self) -> None:

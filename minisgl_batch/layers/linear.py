@@ -21,7 +21,13 @@ class _Linear(Layer):
     """The parameters of a linear map (in_features -> out_features) as this rank holds them."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device | None
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.weight = new_parameter((out_features, in_features), dtype, device)

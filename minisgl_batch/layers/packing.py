@@ -1,7 +1,7 @@
 """Weights in oneDNN's blocked layout, which its CPU matrix multiplications are several times faster on.
 
-torch's own `F.linear` calls MKL for float32, which reads weights as they lie and, on processors other than Intel's,
-leaves the wide vector units unused. Called by the linear layers when their weights are complete.
+torch's own `F.linear` calls MKL for float32, which reads weights as they lie and is far from the peak of processors
+that aren't Intel's. Called by the linear layers when their weights are complete.
 """
 
 from __future__ import annotations

@@ -32,13 +32,7 @@ def load_weights(model: CausalLM, path: Path) -> None:
         ModelError: a file is missing or broken, or the checkpoint doesn't belong to the model's config: names the
             tensor, the file, and both shapes where they differ.
     """
-    checkpoint = Checkpoint(path)
-    parts = checkpoint_parts(model)
-    if model.config.tie_word_embeddings:
-        _drop_tied_copy(checkpoint.tensors)
-    _check_names(checkpoint, parts, model.config.architecture)
-    _check_shapes(checkpoint, parts)
-    checkpoint.read(parts)
+    _read(Checkpoint(path), model)
     _finish(model)
 
 
@@ -68,6 +62,15 @@ def checkpoint_parts(model: CausalLM) -> dict[str, Part]:
             owner = path if part.sibling is None else f"{parent}.{part.sibling}"
             parts[f"{owner}.{part.name}"] = part
     return parts
+
+
+def _read(checkpoint: Checkpoint, model: CausalLM) -> None:
+    parts = checkpoint_parts(model)
+    if model.config.tie_word_embeddings:
+        _drop_tied_copy(checkpoint.tensors)
+    _check_names(checkpoint, parts, model.config.architecture)
+    _check_shapes(checkpoint, parts)
+    checkpoint.read(parts)
 
 
 def _layers(model: CausalLM) -> list[tuple[str, Layer]]:

@@ -12,6 +12,8 @@ import torch
 
 from tests.minisgl_batch.distributed.rank_pool import RankPool
 
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
