@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +27,7 @@ from minisgl_batch.errors import (
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.dataset import OWNER, SUCCESS
 from minisgl_jobs.job_results import JobResults
+from minisgl_jobs.keys import QueueKeys, queue_name
 from minisgl_jobs.model import JobState, RowResult
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.reader import JobChanged
@@ -215,6 +214,19 @@ def test_cancel_keeps_finished_rows(client: redis.Redis, submit: Callable[..., J
         job.retry()
 
 
+def test_a_reader_that_has_left_leaves_nothing_in_a_canceled_job(
+    client: redis.Redis, submit: Callable[..., JobHandle]
+) -> None:
+    job = submit(["a"])
+    watch = QueueKeys(queue_name(MODEL)).job(job.id, "watch")
+    events = job.stream()
+    assert next(events) == JobChanged(JobState.QUEUED)
+    job.cancel()
+    assert client.pttl(watch) > 0  # type: ignore[operator]
+    with EchoWorker(client):
+        assert list(events)[-1] == JobChanged(JobState.CANCELED)
+
+
 def test_results_of_a_job_that_had_none(client: redis.Redis, submit: Callable[..., JobHandle]) -> None:
     job = submit(["a"])
     job.cancel()
@@ -334,6 +346,5 @@ def test_the_url(monkeypatch: pytest.MonkeyPatch, redis_server: EmbeddedRedis, t
 
 def test_the_client_needs_no_torch() -> None:
     program = "import sys, minisgl_batch; minisgl_batch.Client; print('torch' in sys.modules)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env)
-    assert found.stdout == "False\n"
+    found = run_python(program)
+    assert found == "False\n"
