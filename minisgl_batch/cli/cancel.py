@@ -13,7 +13,7 @@ from minisgl_batch.cli.service import open_client
 @job_argument
 @redis_option
 def cancel(job_id: str, redis_url: str | None) -> None:
-    """Stop a job; finished rows stay in its output folder."""
+    """Stop a job; finished rows stay."""
     with open_client(redis_url) as client:
         job = client.job(job_id)
         job.cancel()

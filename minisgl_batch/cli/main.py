@@ -63,7 +63,7 @@ class LazyGroup(click.Group):
     def _option(self, ctx: click.Context, field: str) -> str:
         """How the user wrote a parameter that our own checks name by its field."""
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
-        options = {param.name: param.opts[0] for param in command.params} if command else {}
+        options = {param.name: max(param.opts, key=len) for param in command.params} if command else {}
         return options.get(field, field)
 
 

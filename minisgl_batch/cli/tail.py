@@ -32,9 +32,10 @@ REFRESH_PER_S = 8
 @redis_option
 @click.pass_context
 def tail(ctx: click.Context, job_id: str, row: int | None, redis_url: str | None) -> None:
-    """Show a job's texts as they are generated, from the first row on.
+    """Show a job's texts as they are generated.
 
-    Ends with the job: exit code 0 only when every row succeeded. Ctrl-C ends the view, not the job.
+    Whenever it is started, all rows are shown, each once. Ends with the job: exit code 0 only when every row succeeded.
+    Ctrl-C ends the view, not the job.
     """
     with open_client(redis_url) as client:
         job = client.job(job_id)

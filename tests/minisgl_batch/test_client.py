@@ -36,6 +36,7 @@ from minisgl_jobs.row_texts import RowFinished, RowStarted, RowText
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.jobs.helpers import wait_for
 from tests.minisgl_batch.echo_worker import GROWING, MODEL, EchoWorker
+from tests.processes import run_python
 
 DEADLINE_S = 20.0
 
