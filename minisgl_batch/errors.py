@@ -105,6 +105,10 @@ class JobStateError(QueueError):
     """Raised when a job isn't in a state that allows what was asked, such as retrying a running job."""
 
 
+class JobTimeoutError(QueueError, TimeoutError):
+    """Raised when a job hasn't ended within the time that the caller would wait; it goes on."""
+
+
 class TaskRefusedError(QueueError):
     """Raised when an RQ task names a function that workers don't run."""
 

@@ -9,20 +9,20 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+
 from minisgl_jobs.model import RowError, RowResult
 from minisgl_jobs.streams import RowDelta
 
 
-@dataclass(frozen=True)
-class RowStarted:
+class RowStarted(msgspec.Struct, frozen=True):
     """A sample begins, or begins anew: forget the text that it had."""
 
     row_index: int
     sample_index: int
 
 
-@dataclass(frozen=True)
-class RowText:
+class RowText(msgspec.Struct, frozen=True):
     """More text of a sample; `offset` characters came before."""
 
     row_index: int
@@ -31,8 +31,7 @@ class RowText:
     text: str
 
 
-@dataclass(frozen=True)
-class RowFinished:
+class RowFinished(msgspec.Struct, frozen=True):
     """A sample has all of its text. Comes once."""
 
     row_index: int
@@ -42,6 +41,7 @@ class RowFinished:
     prompt_tokens: int
     completion_tokens: int
     error: RowError | None
+    custom_id: str = ""
 
 
 RowEvent: TypeAlias = RowStarted | RowText | RowFinished
@@ -64,6 +64,7 @@ class RowTexts:
         self._running: dict[tuple[int, int], _Running] = {}
         self._finished: dict[int, bytearray] = {}  # sample index -> a bit for each row
         self._complete = bytearray(-(-num_rows // 8))  # rows all of whose samples have ended, for certain
+        self._num_samples: dict[int, int] = {}  # of rows of which some samples have ended, as far as messages said it
 
     def apply(self, delta: RowDelta) -> list[RowEvent] | None:
         """The events that a message adds; None when text before it is missing."""
@@ -88,7 +89,7 @@ class RowTexts:
                 return None
             self._set_finished(row, sample, end.num_samples)
             counts = (end.prompt_tokens, end.completion_tokens)
-            events.append(RowFinished(row, sample, end.status, end.finish_reason, *counts, end.error))
+            events.append(RowFinished(row, sample, end.status, end.finish_reason, *counts, end.error, end.custom_id))
         return events
 
     def finish(self, result: RowResult) -> Iterator[RowEvent]:
@@ -104,7 +105,7 @@ class RowTexts:
         yield from self._extend(row, sample, running, result.text[running.num_chars :])
         self._set_finished(row, sample, None)
         counts = (result.prompt_tokens, result.completion_tokens)
-        yield RowFinished(row, sample, result.status, result.finish_reason, *counts, result.error)
+        yield RowFinished(row, sample, result.status, result.finish_reason, *counts, result.error, result.custom_id)
 
     def missing(self, *, strict: bool = False) -> list[range]:
         """Rows to look for among the finished ones, as ascending ranges.
@@ -142,5 +143,11 @@ class RowTexts:
         self._running.pop((row, sample), None)
         bits = self._finished.setdefault(sample, bytearray(len(self._complete)))
         bits[row >> 3] |= 1 << (row & 7)
-        if num_samples is not None and all(self._is_finished(row, other) for other in range(num_samples)):
+        num_samples = num_samples or self._num_samples.get(row)
+        if num_samples is None:
+            return
+        if all(self._is_finished(row, other) for other in range(num_samples)):
             self._complete[row >> 3] |= 1 << (row & 7)
+            self._num_samples.pop(row, None)
+        else:
+            self._num_samples[row] = num_samples

@@ -20,9 +20,11 @@ from minisgl_batch.errors import OutputError, SchemaVersionError
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.dataset import (
     MANIFEST,
+    OWNER,
     SUCCESS,
     Manifest,
     check_output,
+    claim_output,
     clear_dataset,
     finish_dataset,
     make_manifest,
@@ -30,6 +32,7 @@ from minisgl_jobs.dataset import (
     read_batches,
     read_dataset,
     read_manifest,
+    release_output,
     reopen_dataset,
 )
 from minisgl_jobs.model import InputInfo, JobSpec, JobState, RowResult
@@ -305,3 +308,40 @@ def test_what_a_new_job_may_write_to(tmp_path: Path) -> None:
     for overwrite in (False, True):
         with pytest.raises(OutputError, match=r"aren't ours, such as train\.parquet"):
             check_output(tmp_path, overwrite=overwrite)
+
+
+def test_a_folder_is_the_output_of_one_job_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "out"
+    claim_output(folder, "a")
+    claim_output(folder, "a")
+    with pytest.raises(OutputError, match="the output of job a, which hasn't ended"):
+        claim_output(folder, "b")
+    with pytest.raises(OutputError, match="the output of job a, which hasn't ended: choose another folder"):
+        check_output(folder)
+    check_output(folder, overwrite=True)
+    release_output(folder, "b")
+    assert os.listdir(folder) == [OWNER]
+    release_output(folder, "a")
+    release_output(folder, "a")
+    check_output(folder)
+
+
+@pytest.mark.parametrize("state", [JobState.FINISHED, JobState.CANCELED])
+def test_a_job_that_has_ended_lets_its_folder_go(tmp_path: Path, state: JobState) -> None:
+    claim_output(tmp_path, "j")
+    add_part(tmp_path, 0)
+    finish_dataset(tmp_path, make(tmp_path, 1, state))
+    assert OWNER not in names(tmp_path)
+
+
+def test_manifest_counts_tokens(tmp_path: Path) -> None:
+    for chunk in range(2):
+        results = [
+            RowResult(row_index=chunk, prompt_tokens=10, cached_tokens=4, completion_tokens=7),
+            RowResult(row_index=chunk, sample_index=1, status="error", finish_reason="error"),
+        ]
+        info = PartInfo(job_id="j", chunk=chunk, epoch=0, input_sha256="", num_rows=2)
+        write_part(tmp_path, results_to_table(results), info, "t")
+        commit_part(tmp_path, chunk, 0, "t")
+    manifest = make(tmp_path, 2, JobState.FINISHED)
+    assert (manifest.prompt_tokens, manifest.cached_tokens, manifest.completion_tokens) == (20, 8, 14)

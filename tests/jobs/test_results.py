@@ -10,7 +10,7 @@ import pytest
 
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.model import Row, RowError, RowResult
-from minisgl_jobs.results import check_complete, result_schema, results_to_table, samples_of
+from minisgl_jobs.results import check_complete, result_schema, results_to_table, samples_of, table_to_results
 
 
 def test_columns_are_those_of_the_documentation() -> None:
@@ -48,6 +48,14 @@ def test_values_nulls_and_order() -> None:
     assert third["queued_at"] == datetime(2023, 11, 14, 22, 13, 20, 1, tzinfo=timezone.utc)
     for name in ("custom_id", "text", "stop_reason", "output_token_ids", "seed", "model", "ttft_ms", "metadata"):
         assert third[name] == getattr(ok, name)
+
+
+def test_results_come_back_from_a_table() -> None:
+    ok = RowResult(row_index=1, custom_id="é", text="a", output_token_ids=[1], queued_at=1.5, started_at=2.25, seed=7)
+    cut = RowResult(row_index=2, text="half", status="error", finish_reason="abort", error=RowError("aborted", "why"))
+    table = results_to_table([ok, cut], token_ids=True)
+    assert list(table_to_results(table)) == [ok, cut]
+    assert list(table_to_results(results_to_table([RowResult(row_index=0)]))) == [RowResult(row_index=0)]
 
 
 def test_no_results_keep_the_schema() -> None:

@@ -134,6 +134,8 @@ class Frontend:
             tokens_per_s=self._rate.per_s,
             num_running=self._stats.num_running,
             num_waiting=self._stats.num_waiting,
+            prompt_tokens=self._stats.prompt_tokens,
+            cached_tokens=self._stats.cached_tokens,
         )
 
     # ------------------------------------------------------ towards the engine
@@ -155,7 +157,7 @@ class Frontend:
 
     def _send_rows(self, work: ChunkWork, rows: list[Row]) -> None:
         spec, requests = work.lease.spec, list[NewRequest]()
-        encoded = self._tokenizer.encode_inputs([_prompt(row) for row in rows], system=spec.system)
+        encoded = self._tokenizer.encode_inputs([row.input for row in rows], system=spec.system)
         started_at = time.time()
         for row, ids in zip(rows, encoded, strict=True):
             try:
@@ -218,12 +220,6 @@ class Frontend:
             self._link.send(AbortRequests(events.aborts))
 
 
-def _prompt(row: Row) -> str | list[int] | list[dict[str, object]]:
-    if row.prompt is not None:
-        return row.prompt
-    return row.prompt_token_ids if row.prompt_token_ids is not None else row.messages or []
-
-
 def main(config: FrontendConfig, status: StatusPipe) -> None:
     hide_torch()
     options = config.options
@@ -244,6 +240,7 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     )
     frontend = Frontend(delivery, Publishing(TokenPublisher(client, options.model)), link, tokenizer, info)
     signal.signal(signal.SIGTERM, lambda *_: frontend.drain(options.drain_s))
+    queue.heartbeat(info)  # who is told that this group serves finds it among the workers
     status.ready(engine=ready.description, max_seq_len=ready.max_seq_len, num_pages=ready.num_pages)
     frontend.run(ready.max_seq_len)
     link.close()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import IO, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -52,14 +52,26 @@ class ChildProcess:
         status_fd: readable when the child said something or is gone.
     """
 
-    def __init__(self, name: str, module: str, config: msgspec.Struct, env: dict[str, str] | None = None) -> None:
-        """Start `python -m module`, in a session of its own so that a terminal's Ctrl-C reaches the parent alone."""
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        config: msgspec.Struct,
+        env: dict[str, str] | None = None,
+        log: IO[bytes] | None = None,
+    ) -> None:
+        """Start `python -m module`, in a session of its own so that a terminal's Ctrl-C reaches the parent alone.
+
+        Its output goes to `log`, by default to where the parent's goes.
+        """
         self.name = name
         self.status_fd, child_fd = os.pipe()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
                 pass_fds=(child_fd,),
                 env=os.environ | (env or {}) | {_STATUS_FD_ENV: str(child_fd)},
                 start_new_session=True,
@@ -125,13 +137,22 @@ class StatusPipe:
         os.write(self._fd, msgspec.json.encode(status) + b"\n")
 
 
-def run_child(name: str, config_type: type[Config], main: Callable[[Config, StatusPipe], None]) -> None:
-    """The whole life of a child process: read the configuration, run `main`, report an error, exit."""
+def run_child(
+    name: str,
+    config_type: type[Config],
+    main: Callable[[Config, StatusPipe], None],
+    on_orphaned: Callable[[], None] = lambda: None,
+) -> None:
+    """The whole life of a child process: read the configuration, run `main`, report an error, exit.
+
+    Args:
+        on_orphaned: called, in a thread of its own, before the process leaves because its parent is gone.
+    """
     status = StatusPipe(int(os.environ[_STATUS_FD_ENV]))
     setup_logging(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(_read_line(sys.stdin.fileno()), type=config_type)
-    threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(on_orphaned,), name="lifeline", daemon=True).start()
     try:
         main(config, status)
     except MiniSGLError as error:
@@ -150,14 +171,16 @@ def setup_logging(name: str) -> None:
         format=f"%(asctime)s %(levelname).1s {name}: %(message)s",
         datefmt="%H:%M:%S",
         stream=sys.stderr,
+        force=True,
     )
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(on_orphaned: Callable[[], None]) -> None:
     # Nothing but the end of file comes: the parent is gone, and with it whoever would restart this group in order.
     # What is lost is what any crash loses; a tidy end could hang, for example in a collective without its peers.
     while os.read(sys.stdin.fileno(), 1):
         pass
+    on_orphaned()
     os._exit(1)
 
 

@@ -63,6 +63,7 @@ class Publishing:
                     prompt_tokens=result.prompt_tokens,
                     completion_tokens=result.completion_tokens,
                     error=result.error,
+                    custom_id=result.custom_id,
                 )
                 delta = RowDelta(*key, work.lease.attempt, len(result.text), "", end)
                 self._publisher.add(work.job_id, delta)
