@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from minisgl_kernels import reference
@@ -54,12 +52,12 @@ def add_rms_norm(
 
 @jit
 def _kernel(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    normed: Any,
-    x_stride: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    normed: tl.tensor,
+    x_stride: tl.tensor,
+    eps: tl.tensor,
     size: tl.constexpr,
     block: tl.constexpr,
     has_residual: tl.constexpr,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from minisgl_kernels import reference
@@ -36,7 +34,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def _kernel(gate_up: Any, out: Any, width: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr) -> None:
+def _kernel(gate_up: tl.tensor, out: tl.tensor, width: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr) -> None:
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
