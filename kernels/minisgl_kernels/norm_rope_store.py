@@ -1,15 +1,17 @@
 """What stands between the QKV projection and attention, in one launch: norms of queries and keys, rotation, KV store.
 
-Triton, or the twin.
+CUDA C++, Triton, or the twin.
 """
 
 from __future__ import annotations
 
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import cuda, reference
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
+
+_CUDA_HEAD_DIMS = (64, 128, 256)
 
 
 def norm_rope_store(
@@ -44,30 +46,32 @@ def norm_rope_store(
     num_kv_heads, head_dim = k_pool.shape[2:]
     num_heads = width // head_dim - 2 * num_kv_heads
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    if num_tokens:
-        block_heads = 8 if num_kv_heads >= 8 else 4
-        block_half = support.next_power_of_2(head_dim // 2)
-        pdl = support.uses_pdl(qkv)
-        _kernel[(num_tokens, -(-num_heads // block_heads) + 2 * -(-num_kv_heads // block_heads))](
-            qkv,
-            *(norms or (qkv, qkv)),
-            rope,
-            out_loc,
-            q,
-            k_pool,
-            v_pool,
-            qkv.stride(0),
-            eps,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_heads=block_heads,
-            block_half=block_half,
-            has_norms=norms is not None,
-            pdl=pdl,
-            num_warps=max(1, block_heads * block_half // 256),  # 8 elements of each half per thread
-            launch_pdl=pdl,
-        )
+    if not num_tokens:
+        return q
+    q_norm, k_norm = norms or (qkv, qkv)
+    tensors = (qkv, q_norm, k_norm, rope, out_loc, q, k_pool, v_pool)
+    fits = head_dim in _CUDA_HEAD_DIMS and qkv.stride(0) % 8 == 0
+    kernels = cuda.layer_kernels(qkv) if fits else None
+    if kernels is not None:
+        kernels.norm_rope_store(*tensors, eps, norms is not None)
+        return q
+    block_heads = 8 if num_kv_heads >= 8 else 4
+    block_half = support.next_power_of_2(head_dim // 2)
+    pdl = support.uses_pdl(qkv)
+    _kernel[(num_tokens, -(-num_heads // block_heads) + 2 * -(-num_kv_heads // block_heads))](
+        *tensors,
+        qkv.stride(0),
+        eps,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_heads=block_heads,
+        block_half=block_half,
+        has_norms=norms is not None,
+        pdl=pdl,
+        num_warps=max(1, block_heads * block_half // 256),  # 8 elements of each half per thread
+        launch_pdl=pdl,
+    )
     return q
 
 

@@ -3,8 +3,9 @@
     python -m tests.bench.kernels
 
 `us` is for inputs that rotate through more memory than the L2 cache holds, and `floor_us` what their bytes take at the
-speed of a copy. Within a decode step inputs come from the cache instead, where `us_cached` is what counts; and
-`us_serial` is that without programmatic dependent launch.
+speed of a copy. Within a decode step inputs come from the cache instead, where `us_cached` is what counts;
+`us_triton` is that of the Triton kernel where there is one in CUDA C++ too, and `us_serial` that of the Triton kernel
+without programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ def measure(kernel: str, num_bytes: int, make: Callable[[], Call], **shape: Any)
     """`make` gives a call over inputs of its own."""
     calls = [make() for _ in range(num_copies(num_bytes))]
     cached = median_us(calls[:1])
-    with patch("minisgl_kernels.triton_support.uses_pdl", return_value=False):
-        serial = median_us(calls[:1])
-    more = {"us_cached": round(cached, 2), "us_serial": round(serial, 2)}
+    with patch("minisgl_kernels.cuda.layer_kernels", return_value=None):
+        triton = median_us(calls[:1])
+        with patch("minisgl_kernels.triton_support.uses_pdl", return_value=False):
+            serial = median_us(calls[:1])
+    more = {"us_cached": round(cached, 2), "us_triton": round(triton, 2), "us_serial": round(serial, 2)}
     return line(kernel, num_bytes, median_us(calls), **shape, **more)
 
 
