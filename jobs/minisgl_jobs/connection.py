@@ -39,9 +39,9 @@ def connect(url: str) -> redis.Redis:
         UsageError: the URL has another form.
         RedisUnavailableError: the server can't be reached, refuses the login, or is older than 6.2.
     """
-    client = _client(url)
     try:
-        version = str(client.info("server")["redis_version"])
+        with _client(url, retries=0) as probe:  # a typing mistake in the URL is told at once
+            version = str(probe.info("server")["redis_version"])
     except (AuthenticationError, NoPermissionError) as error:
         raise RedisUnavailableError(
             f"Redis at {safe_url(url)} refuses the login or the command INFO: check user, password and ACL ({error})"
@@ -52,7 +52,7 @@ def connect(url: str) -> redis.Redis:
         raise RedisUnavailableError(f"Redis at {safe_url(url)} can't be reached: {error}") from None
     if tuple(int(number) for number in version.split(".")[:2]) < MIN_VERSION:
         raise RedisUnavailableError(f"Redis at {safe_url(url)} is version {version}: 6.2 or newer is needed")
-    return client
+    return _client(url, retries=3)
 
 
 def safe_url(url: str) -> str:
@@ -60,20 +60,20 @@ def safe_url(url: str) -> str:
     return re.sub(r"//.*@", "//", url).split("?")[0]
 
 
-def _client(url: str) -> redis.Redis:
+def _client(url: str, *, retries: int) -> redis.Redis:
     scheme = url.partition("://")[0]
     try:
         if scheme in _SENTINEL:
-            return _sentinel_client(url, tls=_SENTINEL[scheme])
+            return _sentinel_client(url, _options(retries), tls=_SENTINEL[scheme])
         if scheme in _PLAIN:
-            options = _options() | ({} if scheme == "unix" else {"socket_keepalive": True})
+            options = _options(retries) | ({} if scheme == "unix" else {"socket_keepalive": True})
             return redis.Redis.from_url(_PLAIN[scheme] + url[len(scheme) :], **options)
     except (ValueError, TypeError):
         pass  # the original message may quote a password
     raise UsageError(f"{safe_url(url)!r} is not a Redis URL: give {_FORMS}; write special characters as %XX")
 
 
-def _sentinel_client(url: str, *, tls: bool) -> redis.Redis:
+def _sentinel_client(url: str, options: dict[str, Any], *, tls: bool) -> redis.Redis:
     parts = urlsplit(url)
     userinfo, _, netloc = parts.netloc.rpartition("@")
     user, _, password = userinfo.partition(":")
@@ -82,7 +82,7 @@ def _sentinel_client(url: str, *, tls: bool) -> redis.Redis:
     if not service or not all(name for name, _, _ in hosts):
         raise ValueError(url)
     login = {key: unquote(value) for key, value in (("username", user), ("password", password)) if value}
-    options: dict[str, Any] = {**_options(), **login, "socket_keepalive": True, "db": int(db or 0)}
+    options = {**options, **login, "socket_keepalive": True, "db": int(db or 0)}
     if tls:
         options["ssl"] = True
         options.update((name, values[-1]) for name, values in parse_qs(parts.query).items() if name.startswith("ssl_"))
@@ -93,12 +93,12 @@ def _sentinel_client(url: str, *, tls: bool) -> redis.Redis:
     return client
 
 
-def _options() -> dict[str, Any]:
+def _options(retries: int) -> dict[str, Any]:
     return {
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": 5.0,
         "health_check_interval": 30,
-        "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=3),
+        "retry": Retry(ExponentialBackoff(cap=0.5, base=0.05), retries),
         "protocol": 2,  # one shape of replies with every version of the client library
         "decode_responses": False,
     }

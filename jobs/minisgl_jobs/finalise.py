@@ -47,6 +47,7 @@ def finalise(outbox: Outbox, job_id: str, epoch: int) -> JobState | None:
         return None
     folder = Path(job.spec.output)
     try:
+        _make_folder(folder)
         _rename_committed(job, folder)
         rows_ok, rows_error = _write_left_over(outbox, job, folder) if job.is_canceled else (0, 0)
         manifest = _manifest(job, scan_parts(folder), job.rows_ok + rows_ok, job.rows_error + rows_error)
@@ -60,6 +61,14 @@ def finalise(outbox: Outbox, job_id: str, epoch: int) -> JobState | None:
         "job %s is %s: %d rows ok, %d errors", job_id, manifest.state.value, manifest.num_ok, manifest.num_errors
     )
     return manifest.state
+
+
+def _make_folder(folder: Path) -> None:
+    """There is none yet when a job was canceled before its first part."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder} can't be made: {error.strerror}") from error
 
 
 def _rename_committed(job: FinalisingJob, folder: Path) -> None:

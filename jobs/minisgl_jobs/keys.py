@@ -32,6 +32,8 @@ JOB_PARTS = (
     "renames",  # hash: committed chunk -> "token epoch" until the rename of its part is confirmed
     "bad",  # hash: chunk -> number of error rows
     "poison",  # hash: chunk -> JSON of its deaths
+)
+STREAM_PARTS = (  # of a job too, but always with a short life of their own
     "tokens",  # stream: the last token messages
     "watch",  # string: present while somebody reads the tokens; changes when one needs snapshots
 )
@@ -44,7 +46,7 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 def queue_name(model: str) -> str:
     """The queue of a served model: its name where that is safe in a key, else a readable form with a hash."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-")[:64]
-    if safe == model:
+    if safe and safe == model:
         return safe
     return f"{safe}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
 
@@ -85,7 +87,7 @@ class QueueKeys:
         return f"{self.prefix}worker:{worker}"
 
     def job(self, job_id: str, part: str = "") -> str:
-        """The job's own hash, or one of JOB_PARTS, or EVENTS."""
+        """The job's own hash, or one of JOB_PARTS or STREAM_PARTS, or EVENTS."""
         return f"{self.prefix}job:{job_id}:{part}" if part else f"{self.prefix}job:{job_id}"
 
     def spool(self, job_id: str, chunk: int) -> str:

@@ -7,7 +7,9 @@ clients' side of the same queue, `outbox.py` that of finalise.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,11 +21,15 @@ import redis
 from minisgl_jobs.connection import SOCKET_TIMEOUT_S
 from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
 from minisgl_jobs.model import SCHEMA_VERSION, JobSpec
+from minisgl_jobs.outbox import RETENTION_S
 from minisgl_jobs.scripts import Scripts, redis_errors
 from minisgl_jobs.spool import decode_spool, encode_batch, sample_name
 from minisgl_jobs.status import WorkerInfo
 
+logger = logging.getLogger(__name__)
+
 LEASE_S = 15.0
+AUDIT_S = 30.0  # between looks for chunks that a torn append-only file has lost
 SOLO_DEATHS = 2  # a chunk that saw so many runs alone in its worker
 LOST_ROW_DEATHS = 2  # a row that died alone so often is given up
 MAX_SPOOL_RESULTS = 1000  # in one call
@@ -98,6 +104,7 @@ class ChunkQueue:
         worker_id: str,
         *,
         lease_s: float = LEASE_S,
+        audit_s: float = AUDIT_S,
         engine: Mapping[str, str | int | float | bool | None] | None = None,
     ) -> None:
         """
@@ -106,6 +113,7 @@ class ChunkQueue:
             model: the served model's name.
             worker_id: unique among living groups, without blanks.
             lease_s: how long a chunk stays with a group that went silent. Renew three times as often.
+            audit_s: how often `take` runs an audit.
             engine: what the manifests of jobs that start here say about the engine.
         """
         self.keys = QueueKeys(queue_name(model))
@@ -115,6 +123,8 @@ class ChunkQueue:
         self._engine = json.dumps(dict(engine or {}))
         self._client = client
         self._scripts = Scripts(client)
+        self._audit_s = audit_s
+        self._next_audit = time.monotonic() + audit_s
         self._bell_id: bytes = b"0-0"
         self._next_expiry_s: float | None = None
         with redis_errors():
@@ -126,12 +136,22 @@ class ChunkQueue:
         Args:
             token: give the same again to repeat a call that failed half-way; by default a new one.
         """
+        if time.monotonic() >= self._next_audit:
+            self.audit()
         token = token or secrets.token_hex(16)
         reply = self._run("take", token, self.worker_id, self._lease_ms, SCHEMA_VERSION, self._engine)
         if reply[0] == b"none":
             self._next_expiry_s = reply[1] / 1000 if reply[1] >= 0 else None
             return None
         return _parse_lease(token, reply)
+
+    def audit(self) -> int:
+        """Find chunks and jobs again that a loss of data in Redis has torn out of the queue; tells how many."""
+        self._next_audit = time.monotonic() + self._audit_s
+        num_found: int = self._run("audit", self._lease_ms, int(RETENTION_S * 1000))
+        if num_found:
+            logger.warning("Redis has lost data: found %d chunks and jobs again", num_found)
+        return num_found
 
     def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
         """Extend leases; tells for each what became of it. Call every third of `lease_s`, also without any."""

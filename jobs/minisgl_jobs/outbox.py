@@ -76,25 +76,24 @@ class Outbox:
             JobNotFoundError: there is no such job (any more).
             SchemaVersionError: another release wrote it.
         """
-        with redis_errors():
-            pipeline = self._client.pipeline(transaction=True)
-            pipeline.hgetall(self._keys.job(job_id))
-            pipeline.hgetall(self._keys.job(job_id, "renames"))
-            pipeline.lrange(self._keys.job(job_id, "todo"), 0, -1)
-            fields, renames, todo = pipeline.execute()
+        hash_, records, todo = self._scripts.run("finload", self._keys.prefix, job_id)
+        fields: dict[bytes, bytes] = dict(zip(hash_[::2], hash_[1::2], strict=True))
         if not fields:
             raise JobNotFoundError(f"no job {job_id} in queue {self.queue}: finished jobs expire")
         spec = decode_spec(fields, job_id)
         if fields[b"state"] != JobState.FINALISING.value.encode() or int(fields[b"epoch"]) != epoch:
             return None
-        records = {int(chunk): record.decode().split() for chunk, record in renames.items()}
+        renames: dict[int, tuple[str, int]] = {}
+        for chunk, record in zip(records[::2], records[1::2], strict=True):
+            token, of_epoch = record.decode().split()
+            renames[int(chunk)] = (token, int(of_epoch))
         return FinalisingJob(
             spec=spec,
             epoch=epoch,
             is_canceled=b"canceled" in fields,
             rows_ok=int(fields[b"ok"]),
             rows_error=int(fields[b"errors"]),
-            renames={chunk: (token, int(of_epoch)) for chunk, (token, of_epoch) in sorted(records.items())},
+            renames=renames,
             left_over=tuple(sorted(map(int, todo))),
             engine=json.loads(fields.get(b"engine", b"{}")),
             queued_at=_seconds(fields.get(b"queued_at")),

@@ -10,9 +10,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
 import redis
 
 from minisgl_batch.errors import JobNotFoundError, RedisUnavailableError
@@ -25,6 +25,7 @@ from minisgl_jobs.streams import WATCH_TTL_S, message_decoder
 
 OUTAGE_S = 120.0  # how long a reader puts up with a Redis that is away
 RESYNC_S = 1.0  # at least so long between requests for snapshots
+LOOK_S = 3.0
 RECONNECT_S = 0.2
 READ_MESSAGES = 100  # from the stream, in one call
 
@@ -32,8 +33,7 @@ FetchRows: TypeAlias = Callable[[Sequence[range]], Iterable[RowResult]]
 """Finished results of the rows in these ascending ranges, as far as there are any (committed parts, spools)."""
 
 
-@dataclass(frozen=True)
-class JobChanged:
+class JobChanged(msgspec.Struct, frozen=True):
     """The job is in another state now. A final one is a reader's last event."""
 
     state: JobState
@@ -80,6 +80,7 @@ class TokenReader:
         self._state: JobState | None = None
         self._last = b""  # id of the last message, b"" before the first
         self._watch_until = 0.0  # when to refresh the watch
+        self._look_at = 0.0  # when to look at the job's state, should its message be lost
         self._resync_at: float | None = None
         self._resynced = 0.0
         self._sweep_due = True
@@ -138,19 +139,21 @@ class TokenReader:
             if self._sweep_due:
                 self._sweep_due = False
                 yield from self._sweep(self._texts.missing())
-            deadline = min(self._watch_until, self._resync_at or self._watch_until)
+            deadline = min(self._watch_until, self._look_at, self._resync_at or self._look_at)
             with redis_errors():
                 message = self._pubsub.get_message(timeout=max(0.001, deadline - time.monotonic()))
             if message is not None:
                 yield from self._receive(message)
             if self._resync_at is not None and time.monotonic() >= self._resync_at:
                 self.announce()
-            if self._refresh():
+            self._refresh()
+            if time.monotonic() >= self._look_at:
                 yield from self._change()
 
     def _receive(self, message: dict[str, Any]) -> Iterator[Event]:
         if message["type"] != "message":  # the client library has lost its connection and subscribed again
             yield from self._catch_up()
+            yield from self._change()
             return
         kind, _, rest = message["data"].partition(b" ")
         if kind == b"state":
@@ -180,7 +183,7 @@ class TokenReader:
                     self._gap()
                 self._last = id_
                 yield from self._apply(fields[b"message"])
-            self._refresh()  # a slow caller may take its time with each event
+            self._refresh()
 
     def _apply(self, data: bytes) -> Iterator[Event]:
         message = message_decoder.decode(data)
@@ -207,6 +210,7 @@ class TokenReader:
     def _change(self) -> Iterator[Event]:
         """Look at the job's state. Messages only say that it has changed: they may be late."""
         state = self._read_state()
+        self._look_at = time.monotonic() + LOOK_S
         if state is self._state:
             return
         if state.is_final:
@@ -222,13 +226,12 @@ class TokenReader:
             raise JobNotFoundError(f"job {self._job_id} has expired")
         return JobState(state.decode())
 
-    def _refresh(self) -> bool:
-        """Keep the watch alive; True when it was time to."""
+    def _refresh(self) -> None:
+        """Keep the watch alive. Called often: the caller may take its time with each event."""
         if time.monotonic() < self._watch_until:
-            return False
+            return
         with redis_errors():
             alive = self._client.pexpire(self._keys.job(self._job_id, "watch"), int(WATCH_TTL_S * 1000))
         self._watch_until = time.monotonic() + WATCH_TTL_S / 3
         if not alive:  # this reader was too slow, or Redis has lost it: the workers have stopped sending
             self.announce()
-        return True

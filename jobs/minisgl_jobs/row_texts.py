@@ -9,20 +9,20 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+
 from minisgl_jobs.model import RowError, RowResult
 from minisgl_jobs.streams import RowDelta
 
 
-@dataclass(frozen=True)
-class RowStarted:
+class RowStarted(msgspec.Struct, frozen=True):
     """A sample begins, or begins anew: forget the text that it had."""
 
     row_index: int
     sample_index: int
 
 
-@dataclass(frozen=True)
-class RowText:
+class RowText(msgspec.Struct, frozen=True):
     """More text of a sample; `offset` characters came before."""
 
     row_index: int
@@ -31,8 +31,7 @@ class RowText:
     text: str
 
 
-@dataclass(frozen=True)
-class RowFinished:
+class RowFinished(msgspec.Struct, frozen=True):
     """A sample has all of its text. Comes once."""
 
     row_index: int
@@ -65,6 +64,7 @@ class RowTexts:
         self._running: dict[tuple[int, int], _Running] = {}
         self._finished: dict[int, bytearray] = {}  # sample index -> a bit for each row
         self._complete = bytearray(-(-num_rows // 8))  # rows all of whose samples have ended, for certain
+        self._num_samples: dict[int, int] = {}  # of rows of which some samples have ended, as far as messages said it
 
     def apply(self, delta: RowDelta) -> list[RowEvent] | None:
         """The events that a message adds; None when text before it is missing."""
@@ -143,5 +143,11 @@ class RowTexts:
         self._running.pop((row, sample), None)
         bits = self._finished.setdefault(sample, bytearray(len(self._complete)))
         bits[row >> 3] |= 1 << (row & 7)
-        if num_samples is not None and all(self._is_finished(row, other) for other in range(num_samples)):
+        num_samples = num_samples or self._num_samples.get(row)
+        if num_samples is None:
+            return
+        if all(self._is_finished(row, other) for other in range(num_samples)):
             self._complete[row >> 3] |= 1 << (row & 7)
+            self._num_samples.pop(row, None)
+        else:
+            self._num_samples[row] = num_samples

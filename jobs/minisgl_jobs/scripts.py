@@ -60,6 +60,8 @@ def redis_errors() -> Iterator[None]:
         yield
     except (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError) as error:
         raise RedisUnavailableError(f"Redis is away: {error}") from error
+    except exceptions.OutOfMemoryError as error:
+        raise RedisFullError(f"Redis takes no more data: {error}") from error
     except exceptions.ResponseError as error:
         # Redis 6 puts the code of an error that a script met into the middle of the message.
         text = str(error)

@@ -109,6 +109,7 @@ class Engine:
     def launch(self, batch: ScheduledBatch) -> EngineStep:
         """Run one step: compute its tokens, sample, and put the new tokens where the next step reads them."""
         self._tables.apply(batch.edits)
+        self._tables.add_pages(batch)
         forward = self._tables.forward_batch(batch)
         self._attention.prepare_metadata(forward)
         hidden = self._model(forward.input_ids, forward.positions, ForwardContext(forward, self._attention))

@@ -67,6 +67,14 @@ class DeviceTables:
             ):
                 column[slots] = torch.tensor(values, dtype=column.dtype, device=self._device)
 
+    def add_pages(self, host: ScheduledBatch) -> None:
+        """Enter the pages that decode rows begin."""
+        begins = host.new_pages >= 0
+        if begins.any():
+            rows, columns = host.slots[: host.num_decode][begins], (host.kv_lens[: host.num_decode][begins] - 1)
+            where = (self._send(rows).long(), self._send(columns // self._page_size).long())
+            self.page_table[where] = self._send(host.new_pages[begins])
+
     def forward_batch(self, host: ScheduledBatch) -> ForwardBatch:
         """The device's side of a step: token ids from the token pool, places from the page table."""
         if host.is_decode:

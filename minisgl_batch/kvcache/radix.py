@@ -100,6 +100,13 @@ class RadixCache(PrefixCache):
             wanted -= taken
         return _concat(evicted)
 
+    def path(self, handle: PrefixHandle) -> list[tuple[int, int]]:
+        nodes, num_tokens = [], handle.num_tokens
+        for node in self._path(handle.node):
+            nodes.append((id(node), num_tokens))
+            num_tokens -= len(node.key)
+        return nodes[::-1]
+
     # ------------------------------------------------------------- the tree
 
     def _walk(self, ids: IntArray) -> tuple[RadixNode, int, list[IntArray]]:

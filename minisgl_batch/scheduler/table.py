@@ -38,6 +38,7 @@ class TableManager:
         self.reqs: list[Req | None] = [None] * num_rows
 
         self.uid = np.zeros(num_rows, dtype=np.int64)
+        self.generation: IntArray = np.zeros(num_rows, dtype=np.int32)  # how many rows the slot has had
         self.cached_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.device_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.max_len: IntArray = np.zeros(num_rows, dtype=np.int32)
@@ -71,6 +72,7 @@ class TableManager:
         end = len(req.ids)
         self.reqs[slot] = req
         self.uid[slot] = req.uid
+        self.generation[slot] += 1
         self.cached_len[slot] = num_cached
         self.device_len[slot] = self.prompt_end[slot] = end
         self.max_len[slot] = req.max_len
@@ -109,12 +111,8 @@ class TableManager:
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
 
     def append_pages(self, slots: IntArray, pages: IntArray) -> None:
-        """One more page for each row, for the token at its `cached_len`."""
-        columns = self.cached_len[slots] // self.page_size
-        self.page_table[slots, columns] = pages
-        self._page_runs.extend(
-            (first, 1) for first in (slots.astype(np.int64) * self.page_table.shape[1] + columns).tolist()
-        )
+        """One more page for each row, for the token at its `cached_len`; the step itself tells the engine."""
+        self.page_table[slots, self.cached_len[slots] // self.page_size] = pages
 
     def num_row_pages(self, slot: int) -> int:
         """How many pages the row has."""

@@ -52,7 +52,7 @@ def complete(queue: ChunkQueue, lease: Lease, rows_error: int = 0) -> Commit:
     return queue.complete(lease, rows_ok=len(lease.rows) - rows_error, rows_error=rows_error)
 
 
-def end_all(outbox: Outbox, queue: JobQueue) -> None:
+def end_all(outbox: Outbox) -> None:
     """Give every job in the outbox its last state."""
     while (claim := outbox.claim(60)) is not None:
         job = outbox.load(claim.job_id, claim.epoch)

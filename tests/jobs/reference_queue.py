@@ -152,6 +152,7 @@ class ReferenceQueue:
         if job.is_canceled:
             job.state = JobState.CANCELED
         job.committed_by.clear()
+        job.spools.clear()
         return job.state
 
     def _take_over(self) -> Chunk | None:

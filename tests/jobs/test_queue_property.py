@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import Any
 
@@ -44,7 +45,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.outbox = Outbox(self.client, self.keys.queue)
         self.reference = ReferenceQueue()
         self.leases: list[Lease] = []  # all there ever were: the lost ones are the zombies'
-        self.num_expired = 0
+        self.num_expired = self.num_steps = 0
         self.last_takes: dict[int, Lease] = {}
 
     @rule(
@@ -57,8 +58,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.reference.submit(submit(self.jobs, spec))
         self.jobs.seal(spec)  # once more: harmless
 
-    @rule(number=st.integers(0, 2))
-    def take(self, number: int) -> None:
+    @rule(number=st.integers(0, 2), num_takes=st.integers(1, 4))
+    def take(self, number: int, num_takes: int) -> None:
+        for _ in range(num_takes):
+            self._take(number)
+
+    def _take(self, number: int) -> None:
         token = secrets.token_hex(8)
         expected = self.reference.take(token)
         lease = self.workers[number].take(token)
@@ -75,9 +80,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert lease.is_solo == (lease.num_deaths >= 2)
         assert lease.lost_rows == tuple(row for row in lease.rows if job.row_deaths.get(row, 0) >= 2)
         suspect = job.suspects.get(lease.chunk)
-        assert lease.suspect == (
-            None if suspect and len(suspect) == 1 and suspect.start in lease.lost_rows else suspect
-        )
+        is_lost = suspect is not None and len(suspect) == 1 and suspect.start in lease.lost_rows
+        assert lease.suspect == (None if is_lost else suspect)
         self.leases.append(lease)
         self.last_takes[number] = lease
 
@@ -97,9 +101,11 @@ class QueueMachine(RuleBasedStateMachine):
         assert [answer.value for answer in self.workers[0].renew(leases)] == expected
 
     @precondition(lambda self: self.reference.holders)
-    @rule(data=st.data())
-    def expire(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), number=st.integers(0, 2), is_taken_over=st.booleans())
+    def expire(self, data: st.DataObject, number: int, is_taken_over: bool) -> None:
         self._expire(data.draw(st.sampled_from(sorted(self.reference.holders))))
+        if is_taken_over:
+            self._take(number)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -163,7 +169,7 @@ class QueueMachine(RuleBasedStateMachine):
             with pytest.raises(JobStateError):
                 self.jobs.retry(job_id)
 
-    @rule(paused=st.booleans())
+    @rule(paused=st.sampled_from([False, False, False, True]))
     def pause(self, paused: bool) -> None:
         self.reference.paused = paused
         (self.jobs.pause if paused else self.jobs.resume)(self.model)
@@ -183,7 +189,17 @@ class QueueMachine(RuleBasedStateMachine):
             # Its time is over: the next claim gets it again.
             self.client.zadd(self.keys.part("fin"), {claim.job_id: 0}, xx=True)
 
+    @rule()
+    def audit(self) -> None:
+        assert self.workers[0].audit() == 0
+
     @invariant()
+    def look(self) -> None:
+        """All answers are compared at once; what lies in Redis, now and then."""
+        self.num_steps += 1
+        if self.num_steps % 4 == 0:
+            self.equal()
+
     def equal(self) -> None:
         now_held = {}
         for job_id, job in self.reference.jobs.items():
@@ -196,9 +212,10 @@ class QueueMachine(RuleBasedStateMachine):
             bits: Any = self.client.get(self.keys.job(job_id, "done")) or b""
             done = {8 * i + bit for i, byte in enumerate(bits) for bit in range(8) if byte >> (7 - bit) & 1}
             assert done == job.done
-        expected = {
-            chunk: len(self.reference.jobs[chunk[0]].spools.get(chunk[1], {})) for chunk in self.reference.holders
-        }
+            for chunk, spool in job.spools.items():
+                assert self.jobs.spooled(job_id, chunk) == spool
+        jobs = self.reference.jobs
+        expected = {chunk: len(jobs[chunk[0]].spools.get(chunk[1], {})) for chunk in self.reference.holders}
         assert now_held == expected
         members: Any = self.client.zrange(self.keys.part("lease"), 0, -1)
         assert {tuple(member.decode().split("|")) for member in members} == {(j, str(c)) for j, c in expected}
@@ -246,7 +263,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not self.outbox.finish(job_id, epoch, state)
 
     def _any_lease(self) -> st.SearchStrategy[Lease]:
-        return st.sampled_from(self.leases[-12:])
+        return st.sampled_from(self.leases[-8:])
 
 
 def test_scripts_do_what_the_model_does(client: redis.Redis) -> None:
@@ -255,8 +272,8 @@ def test_scripts_do_what_the_model_does(client: redis.Redis) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=150,
-            stateful_step_count=40,
+            max_examples=int(os.environ.get("MINISGL_QUEUE_EXAMPLES", "100")),
+            stateful_step_count=50,
             deadline=None,
             suppress_health_check=checks,
             phases=[Phase.generate],  # shrinking takes minutes: add Phase.shrink to debug

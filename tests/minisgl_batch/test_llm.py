@@ -92,7 +92,8 @@ def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
 
 def test_stop_string_ends_a_row_and_names_itself(llm: LLM) -> None:
     (output,) = llm.generate(MESSAGES, SamplingParams(stop=["2"]), progress=False)
-    assert (output.outputs[0].text, output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("4", "stop", "2")
+    sample = output.outputs[0]
+    assert (sample.text, sample.finish_reason, sample.stop_reason) == ("4", "stop", "2")
     params = SamplingParams(stop="2", include_stop_str_in_output=True)
     assert llm.generate(MESSAGES, params, progress=False)[0].outputs[0].text == "42"
 

@@ -1,4 +1,4 @@
-"""What a worker group and each of its processes is told. Torch-free: the supervisor, which builds it, needs no model."""
+"""What a worker group and each of its processes is told. No torch: the supervisor, which builds it, loads no model."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ local state = redis.call('HGET', job_key(job), 'state')
 if state == 'submitting' or state == 'queued' or state == 'running' then
   persist(job)
   leave_ring(job)
-  redis.call('HSET', job_key(job), 'canceled', 1)
-  set_state(job, 'canceling')
-  finalise_when_let_go(job)
+  redis.call('HSET', job_key(job), 'canceled', 1, 'state', 'canceling')
+  announce(job, 'canceling')
+  finalise_when_over(job)
 end
 return state

@@ -16,34 +16,37 @@ if not holds(job, chunk, token) then
   local committed = redis.call('HGET', job_key(job, 'renames'), chunk)
   return committed and string.match(committed, '^(%S+)') == token and 'again' or 'stale'
 end
-local fields = redis.call('HMGET', job_key(job), 'state', 'epoch', 'rows', 'chunk_rows', 'num_chunks')
-local state, epoch, num_chunks = fields[1], fields[2], tonumber(fields[5])
+local fields = redis.call(
+  'HMGET', job_key(job), 'state', 'epoch', 'rows', 'chunk_rows', 'ok', 'errors', 'left_out'
+)
+local state, epoch = fields[1], fields[2]
 local num_rows = rows_of_chunk(fields[3], fields[4], chunk)
-if ok + errors > num_rows or (ok + errors < num_rows and state ~= 'canceling') then
+local left_out = num_rows - ok - errors
+if left_out < 0 or (left_out > 0 and state ~= 'canceling') then
   return 'miscounted'
 end
 
-end_lease(job, chunk)
-redis.call('UNLINK', spool_key(job, chunk))
-redis.call('HDEL', job_key(job, 'poison'), chunk)
-redis.call('SETBIT', job_key(job, 'done'), chunk, 1)
-redis.call('HSET', job_key(job, 'renames'), chunk, token .. ' ' .. epoch)
 local old_errors = redis.call('HGET', job_key(job, 'bad'), chunk)
-if old_errors then -- retried: its rows were counted before
-  ok = ok - (num_rows - old_errors)
-end
-redis.call('HINCRBY', job_key(job), 'ok', ok)
-redis.call('HINCRBY', job_key(job), 'errors', errors - (old_errors or 0))
+local old_ok = old_errors and num_rows - old_errors or 0 -- a retried chunk was counted before
 if errors > 0 then
   redis.call('HSET', job_key(job, 'bad'), chunk, errors)
 else
   redis.call('HDEL', job_key(job, 'bad'), chunk)
-  redis.call('HDEL', job_key(job, 'in'), chunk) -- only chunks with error rows may run again
 end
-local done = redis.call('HINCRBY', job_key(job), 'done', 1)
-if state == 'canceling' then
-  finalise_when_let_go(job)
-elseif done == num_chunks then
-  to_finalising(job)
+redis.call('HSET', job_key(job, 'renames'), chunk, token .. ' ' .. epoch)
+redis.call('SETBIT', job_key(job, 'done'), chunk, 1)
+redis.call(
+  'HSET', job_key(job),
+  'done', redis.call('BITCOUNT', job_key(job, 'done')),
+  'ok', fields[5] + ok - old_ok,
+  'errors', fields[6] + errors - (old_errors or 0),
+  'left_out', (fields[7] or 0) + left_out
+)
+redis.call('UNLINK', spool_key(job, chunk))
+redis.call('HDEL', job_key(job, 'poison'), chunk)
+end_lease(job, chunk)
+finalise_when_over(job)
+if errors == 0 then -- only chunks with error rows may run again
+  redis.call('HDEL', job_key(job, 'in'), chunk)
 end
 return 'committed'

@@ -16,25 +16,19 @@ local fields = redis.call('HMGET', job_key(job), 'state', 'epoch')
 if fields[2] ~= epoch then
   return 'stale'
 elseif fields[1] ~= 'finalising' then
-  local final = {finished = true, partial = true, failed = true, canceled = true}
-  return final[fields[1]] and 'again' or 'stale'
+  return is_final[fields[1]] and 'again' or 'stale'
 end
 
 for _, chunk in ipairs(redis.call('LRANGE', job_key(job, 'todo'), 0, -1)) do
   redis.call('UNLINK', spool_key(job, chunk))
 end
 redis.call('UNLINK', job_key(job, 'todo'), job_key(job, 'poison'), job_key(job, 'renames'))
+redis.call('HSET', job_key(job), 'finished_at', now_ms, 'error', why)
+set_state(job, state)
+expire(job, ttl_ms)
+redis.call('ZREM', key.fin, job)
+expire_jobs_if_idle(ttl_ms)
 if state ~= 'partial' then -- the others can't be retried
   redis.call('UNLINK', job_key(job, 'in'))
 end
-redis.call('HSET', job_key(job), 'finished_at', now_ms, 'error', why)
-set_state(job, state)
-redis.call('ZREM', key.fin, job)
-redis.call('PEXPIRE', job_key(job), ttl_ms)
-for _, part in ipairs(job_parts) do
-  if part ~= 'tokens' and part ~= 'watch' then -- their own are shorter
-    redis.call('PEXPIRE', job_key(job, part), ttl_ms)
-  end
-end
-expire_jobs_if_idle(ttl_ms)
 return 'done'

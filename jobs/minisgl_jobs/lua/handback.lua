@@ -19,7 +19,6 @@ if fields[1] == 'canceling' then
   return 'ok'
 end
 
-end_lease(job, chunk)
 local poison = load_poison(job, chunk)
 if poison.probe then
   poison.probe = nil
@@ -27,5 +26,6 @@ if poison.probe then
 end
 redis.call('LPUSH', job_key(job, 'todo'), chunk)
 redis.call('ZADD', ring_key(fields[2]), 'NX', 0, job) -- 0: it has waited longest of those that had a turn
+end_lease(job, chunk)
 ring_bell()
 return 'ok'

@@ -1,5 +1,9 @@
 -- What several scripts share; put before each of them by scripts.py, after the key names of keys.py.
--- Every script is one atomic step: it validates first and writes after, since Redis doesn't roll back.
+--
+-- Every script is one atomic step: it validates first and writes after, since Redis doesn't roll back. One thing tears
+-- steps apart all the same: when a crash has cut the append-only file off inside a step, Redis (6.2 to 8, seen) passes it
+-- over at the first start and runs its first half at the second. So counters are written as values, not as increments;
+-- what can't be had back (payloads) goes last; and audit.lua repairs the rest.
 
 local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
@@ -33,6 +37,9 @@ local function leave_ring(job)
   redis.call('ZREM', ring_key(redis.call('HGET', job_key(job), 'priority')), job)
 end
 
+local is_final = {finished = true, partial = true, failed = true, canceled = true}
+
+-- The job's own key comes first here and last in expire: the audit goes by it.
 local function persist(job)
   redis.call('PERSIST', job_key(job))
   for _, part in ipairs(job_parts) do
@@ -68,32 +75,71 @@ local function holds(job, chunk, token)
 end
 
 local function end_lease(job, chunk)
-  redis.call('HDEL', job_key(job, 'live'), chunk)
   redis.call('ZREM', key.lease, job .. '|' .. chunk)
+  redis.call('HDEL', job_key(job, 'live'), chunk)
+end
+
+local function rows_of_chunk(rows, chunk_rows, chunk)
+  return math.min(tonumber(chunk_rows), tonumber(rows) - tonumber(chunk) * tonumber(chunk_rows))
+end
+
+local function is_done(job, chunk)
+  return redis.call('GETBIT', job_key(job, 'done'), chunk) == 1
+end
+
+-- The counters, from what they count.
+local function recount(job)
+  local fields = redis.call('HMGET', job_key(job), 'rows', 'chunk_rows', 'num_chunks', 'left_out')
+  local rows, chunk_rows, last = tonumber(fields[1]), tonumber(fields[2]), tonumber(fields[3]) - 1
+  local done = redis.call('BITCOUNT', job_key(job, 'done'))
+  local counted = done * chunk_rows
+  if is_done(job, last) then
+    counted = counted - chunk_rows + rows_of_chunk(rows, chunk_rows, last)
+  end
+  local errors = 0
+  local bad = redis.call('HGETALL', job_key(job, 'bad'))
+  for i = 1, #bad, 2 do
+    errors = errors + bad[i + 1]
+    if not is_done(job, bad[i]) then -- to be retried: its old part still counts
+      counted = counted + rows_of_chunk(rows, chunk_rows, bad[i])
+    end
+  end
+  local ok = counted - errors - tonumber(fields[4] or 0)
+  redis.call('HSET', job_key(job), 'done', done, 'ok', ok, 'errors', errors)
 end
 
 -- The outbox entry is written in the same step as the state, so that finalise can't be forgotten.
 local function to_finalising(job)
+  recount(job)
+  redis.call('ZADD', key.fin, now_ms, job)
   leave_ring(job)
   set_state(job, 'finalising')
-  redis.call('ZADD', key.fin, now_ms, job)
   ring_bell()
 end
 
--- A canceled job waits only for the chunks that workers hold.
-local function finalise_when_let_go(job)
-  if redis.call('HLEN', job_key(job, 'live')) == 0 then
+-- A job is over when all of its chunks are done, a canceled one when nobody works on a chunk any more.
+local function finalise_when_over(job)
+  local fields = redis.call('HMGET', job_key(job), 'state', 'num_chunks')
+  local all_done = redis.call('BITCOUNT', job_key(job, 'done')) == tonumber(fields[2])
+  if (all_done or fields[1] == 'canceling') and redis.call('HLEN', job_key(job, 'live')) == 0 then
     to_finalising(job)
   end
 end
 
 -- Ends the lease of a canceled job's chunk; finalise looks for rows in the spools of the chunks in `todo`.
 local function drop_canceled(job, chunk)
-  end_lease(job, chunk)
   if redis.call('EXISTS', spool_key(job, chunk)) == 1 then
     redis.call('RPUSH', job_key(job, 'todo'), chunk)
   end
-  finalise_when_let_go(job)
+  end_lease(job, chunk)
+  finalise_when_over(job)
+end
+
+local function expire(job, ttl_ms)
+  for _, part in ipairs(job_parts) do
+    redis.call('PEXPIRE', job_key(job, part), ttl_ms)
+  end
+  redis.call('PEXPIRE', job_key(job), ttl_ms)
 end
 
 -- After an outage every lease looks expired. When no worker was seen for longer than renewals are apart, those that
@@ -117,8 +163,4 @@ end
 
 local function save_poison(job, chunk, poison)
   redis.call('HSET', job_key(job, 'poison'), chunk, cjson.encode(poison))
-end
-
-local function rows_of_chunk(rows, chunk_rows, chunk)
-  return math.min(tonumber(chunk_rows), tonumber(rows) - tonumber(chunk) * tonumber(chunk_rows))
 end

@@ -16,16 +16,15 @@ elseif state == 'partial' and fields[2] == epoch then
   persist(job)
   local chunks = redis.call('HKEYS', job_key(job, 'bad'))
   table.sort(chunks, function(a, b) return tonumber(a) < tonumber(b) end)
+  redis.call('HDEL', job_key(job), 'finished_at')
+  redis.call('HSET', job_key(job), 'state', 'queued', 'epoch', epoch + 1, 'queued_at', now_ms)
   for _, chunk in ipairs(chunks) do
     redis.call('SETBIT', job_key(job, 'done'), chunk, 0)
     redis.call('RPUSH', job_key(job, 'todo'), chunk)
   end
-  redis.call('HINCRBY', job_key(job), 'done', -#chunks)
-  redis.call('HINCRBY', job_key(job), 'epoch', 1)
-  redis.call('HDEL', job_key(job), 'finished_at')
-  redis.call('HSET', job_key(job), 'queued_at', now_ms)
-  set_state(job, 'queued')
+  redis.call('HSET', job_key(job), 'done', redis.call('BITCOUNT', job_key(job, 'done')))
   redis.call('ZADD', ring_key(fields[3]), now_us - 4e15, job)
+  announce(job, 'queued')
   ring_bell()
 end
 return {state, fields[2]}

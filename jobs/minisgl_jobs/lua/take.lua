@@ -69,6 +69,11 @@ local function take_over(paused)
     local fields = redis.call('HMGET', job_key(job), 'state', 'schema')
     if not holder(job, chunk) then
       redis.call('ZREM', key.lease, member)
+    elseif is_done(job, chunk) then -- the second half of its completion was lost
+      redis.call('UNLINK', spool_key(job, chunk))
+      redis.call('HDEL', job_key(job, 'poison'), chunk)
+      end_lease(job, chunk)
+      finalise_when_over(job)
     elseif fields[1] == 'canceling' then
       drop_canceled(job, chunk)
     elseif fields[1] == 'running' and fields[2] == schema and not paused then
@@ -92,10 +97,34 @@ local function next_job(priority)
   return job, is_new
 end
 
--- The job's next chunk; nil when it has none for this worker. Moves the job in its ring, or out of it.
-local function next_chunk(priority, job, is_new)
+local function is_free(job, chunk)
+  return not is_done(job, chunk) and redis.call('HEXISTS', job_key(job, 'live'), chunk) == 0
+end
+
+-- The next chunk that nobody works on, and the chunk that is handed out for the first time after it.
+local function choose(job, next_, num_chunks)
+  local todo = job_key(job, 'todo')
+  local chunk = redis.call('LINDEX', todo, 0)
+  while chunk do
+    if is_free(job, chunk) then
+      return chunk, next_
+    end
+    redis.call('LPOP', todo)
+    chunk = redis.call('LINDEX', todo, 0)
+  end
+  while next_ < num_chunks do
+    next_ = next_ + 1
+    if is_free(job, next_ - 1) then
+      return tostring(next_ - 1), next_
+    end
+  end
+  return nil, next_
+end
+
+-- Hands out the job's next chunk and moves the job in its ring, or out of it; nil when it has none for this worker.
+local function take_from(priority, job, is_new)
   local fields = redis.call('HMGET', job_key(job), 'state', 'schema', 'next', 'num_chunks')
-  local state, next_, num_chunks = fields[1], tonumber(fields[3]), tonumber(fields[4])
+  local state, num_chunks = fields[1], tonumber(fields[4])
   if state ~= 'queued' and state ~= 'running' then
     redis.call('ZREM', ring_key(priority), job)
     return nil
@@ -103,10 +132,12 @@ local function next_chunk(priority, job, is_new)
     redis.call('ZADD', ring_key(priority), now_us, job)
     return nil
   end
-  local chunk = redis.call('LPOP', job_key(job, 'todo'))
-  if not chunk and next_ < num_chunks then
-    chunk = tostring(next_)
-    next_ = redis.call('HINCRBY', job_key(job), 'next', 1)
+  local chunk, next_ = choose(job, tonumber(fields[3]), num_chunks)
+  local taken = chunk and grant(job, chunk)
+  if chunk and chunk == redis.call('LINDEX', job_key(job, 'todo'), 0) then
+    redis.call('LPOP', job_key(job, 'todo'))
+  else
+    redis.call('HSET', job_key(job), 'next', next_)
   end
   if next_ < num_chunks or redis.call('EXISTS', job_key(job, 'todo')) == 1 then
     redis.call('ZADD', ring_key(priority), now_us, job)
@@ -118,12 +149,12 @@ local function next_chunk(priority, job, is_new)
   else
     redis.call('DEL', turn_key(priority))
   end
-  if chunk and state == 'queued' then
+  if taken and state == 'queued' then
     redis.call('HSETNX', job_key(job), 'started_at', now_ms)
     redis.call('HSET', job_key(job), 'engine', engine)
     set_state(job, 'running')
   end
-  return chunk
+  return taken
 end
 
 local function take_new()
@@ -133,9 +164,9 @@ local function take_new()
       if not job then
         break
       end
-      local chunk = next_chunk(priority, job, is_new)
-      if chunk then
-        return grant(job, chunk)
+      local taken = take_from(priority, job, is_new)
+      if taken then
+        return taken
       end
     end
   end

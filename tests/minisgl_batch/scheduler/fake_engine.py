@@ -77,18 +77,37 @@ class FakeEngine:
         self.token_pool.reshape(-1)[batch.edits.token_index] = batch.edits.tokens
         # All rows write their KV before any row reads, as a layer does.
         rows = list(zip(batch.slots.tolist(), batch.q_lens.tolist(), batch.kv_lens.tolist(), strict=True))
+        for (slot, _, kv_len), page in zip(rows, batch.new_pages.tolist(), strict=False):
+            if page >= 0:
+                self.page_table[slot, (kv_len - 1) // self.page_size] = page
         for slot, q_len, kv_len in rows:
             for position in range(kv_len - q_len, kv_len):
                 previous = self._kv(slot, position - 1) if position else 0
                 page = self.page_table[slot, position // self.page_size]
                 self.kv[page, position % self.page_size] = _chain(previous, int(self.token_pool[slot, position]))
         sampled = []
-        for (slot, _, kv_len), samples in zip(rows, batch.samples.tolist(), strict=True):
+        prefixes = self._shared_prefixes(batch)
+        for i, ((slot, _, kv_len), samples) in enumerate(zip(rows, batch.samples.tolist(), strict=True)):
             if samples:
-                token = _sample([self._kv(slot, position) for position in range(kv_len)])
+                prefix = prefixes.get(i, [])
+                assert len(prefix) < kv_len
+                token = _sample(prefix + [self._kv(slot, position) for position in range(len(prefix), kv_len)])
                 self.token_pool[slot, kv_len] = token
                 sampled.append(token)
         return FakeStep(np.array(sampled, dtype=np.int32))
+
+    def _shared_prefixes(self, batch: ScheduledBatch) -> dict[int, list[int]]:
+        """Row -> KV of the pages that its group reads for it."""
+        prefixes: dict[int, list[int]] = {}
+        if batch.shared is not None:
+            shared, row, page = batch.shared, 0, 0
+            for num_rows, num_pages in zip(shared.num_rows.tolist(), shared.num_pages.tolist(), strict=True):
+                kv = self.kv[shared.pages[page : page + num_pages]].reshape(-1).tolist()
+                prefixes.update(dict.fromkeys(range(row, row + num_rows), kv))
+                row, page = row + num_rows, page + num_pages
+            assert row <= batch.num_decode
+            assert page == len(shared.pages)
+        return prefixes
 
     def _kv(self, slot: int, position: int) -> int:
         return int(self.kv[self.page_table[slot, position // self.page_size], position % self.page_size])

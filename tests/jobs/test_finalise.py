@@ -1,0 +1,222 @@
+"""Finalise with real Parquet: renames that were missed, parts that lack, cancellation, retries, repetition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from minisgl_batch.errors import JobNotFoundError, OutputError
+from minisgl_jobs.dataset import MANIFEST, SUCCESS, read_dataset, read_manifest
+from minisgl_jobs.finalise import finalise
+from minisgl_jobs.keys import queue_name
+from minisgl_jobs.leases import ChunkQueue, Lease
+from minisgl_jobs.model import JobSpec, JobState, RowError, RowResult
+from minisgl_jobs.outbox import Outbox
+from minisgl_jobs.parts import PartInfo, commit_part, part_name, part_names, write_part
+from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.results import results_to_table
+from minisgl_jobs.spool import encode_result
+from tests.jobs.helpers import MODEL, complete, make_spec, submit, taken
+
+
+class Writer:
+    """The part of a worker group that writes."""
+
+    def __init__(self, client: redis.Redis, folder: Path, num_rows: int = 10) -> None:
+        self.jobs = JobQueue(client)
+        self.chunks = ChunkQueue(client, MODEL, "w1", engine={"dtype": "float32", "tp": 1})
+        self.outbox = Outbox(client, queue_name(MODEL))
+        self.folder = folder / "out"
+        self.spec: JobSpec = submit(self.jobs, make_spec(num_rows, 4, output=str(self.folder)))
+
+    def write(self, lease: Lease, errors: int = 0) -> None:
+        rows = lease.rows
+        results = [
+            RowResult(row, status="error", finish_reason="error", error=RowError("odd", "because"))
+            if row < rows.start + errors
+            else RowResult(row, text=f"row {row} of epoch {lease.epoch}")
+            for row in rows
+        ]
+        info = PartInfo(
+            job_id=lease.spec.job_id, chunk=lease.chunk, epoch=lease.epoch, input_sha256="x", num_rows=len(rows)
+        )
+        write_part(self.folder, results_to_table(results), info, lease.token)
+
+    def rename(self, lease: Lease) -> None:
+        commit_part(self.folder, lease.chunk, lease.epoch, lease.token)
+        self.chunks.renamed([lease])
+
+    def run(self, errors: int = 0, *, renames: bool = True) -> list[Lease]:
+        leases = []
+        while (lease := self.chunks.take()) is not None:
+            self.write(lease, errors)
+            complete(self.chunks, lease, errors)
+            if renames:
+                self.rename(lease)
+            leases.append(lease)
+        return leases
+
+    def finalise(self) -> JobState | None:
+        claim = self.outbox.claim(60)
+        assert claim is not None
+        return finalise(self.outbox, claim.job_id, claim.epoch)
+
+    @property
+    def state(self) -> JobState:
+        return self.jobs.status(self.spec.job_id).state
+
+
+@pytest.fixture
+def writer(client: redis.Redis, tmp_path: Path) -> Writer:
+    return Writer(client, tmp_path)
+
+
+def test_a_finished_job_has_manifest_and_success(writer: Writer) -> None:
+    writer.run()
+    assert writer.finalise() is JobState.FINISHED
+    assert writer.state is JobState.FINISHED
+    manifest = read_manifest(writer.folder)
+    assert manifest is not None
+    assert (manifest.state, manifest.num_ok, manifest.num_errors) == (JobState.FINISHED, 10, 0)
+    assert manifest.engine == {"dtype": "float32", "tp": 1}
+    assert (writer.folder / SUCCESS).is_file()
+    assert read_dataset(writer.folder)["row_index"].to_pylist() == list(range(10))
+
+
+def test_missed_renames_are_made_up_for_and_leftovers_removed(writer: Writer) -> None:
+    leases = writer.run(renames=False)
+    commit_part(writer.folder, 1, 0, leases[1].token)  # renamed, but not confirmed
+    stray = Lease(writer.spec, 2, "stray", 0, 0, b"", {})
+    writer.write(stray)  # of a worker that lost its lease
+    assert writer.outbox.load(writer.spec.job_id, 0).renames.keys() == {0, 1, 2}  # type: ignore[union-attr]
+    assert writer.finalise() is JobState.FINISHED
+    assert sorted(path.name for path in writer.folder.iterdir()) == [
+        *(SUCCESS, MANIFEST),
+        *map(part_name, range(3)),
+    ]
+    assert read_dataset(writer.folder).num_rows == 10
+
+
+def test_finalise_may_be_repeated(writer: Writer) -> None:
+    writer.run()
+    assert finalise(writer.outbox, writer.spec.job_id, 0) is JobState.FINISHED
+    before = (writer.folder / MANIFEST).read_bytes()
+    assert finalise(writer.outbox, writer.spec.job_id, 0) is None
+    assert (writer.folder / MANIFEST).read_bytes() == before
+
+
+def test_finalise_that_died_before_its_last_step_is_repeated(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer.run(renames=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.outbox, "finish", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            writer.finalise()
+    assert writer.state is JobState.FINALISING
+    assert finalise(writer.outbox, writer.spec.job_id, 0) is JobState.FINISHED
+
+
+def test_a_lost_part_fails_the_job_and_says_which(writer: Writer) -> None:
+    writer.run()
+    (writer.folder / part_name(1)).unlink()
+    assert writer.finalise() is JobState.FAILED
+    assert "part-000001.parquet" in writer.jobs.status(writer.spec.job_id).error
+    assert not (writer.folder / SUCCESS).exists()
+    manifest = read_manifest(writer.folder)
+    assert manifest is not None
+    assert manifest.reason is not None
+    assert "part-000001.parquet" in manifest.reason
+
+
+def test_a_part_that_vanished_before_its_rename_fails_the_job(writer: Writer) -> None:
+    leases = writer.run(renames=False)
+    for path in writer.folder.glob(f".part-*{leases[2].token}"):
+        path.unlink()
+    assert writer.finalise() is JobState.FAILED
+
+
+def test_somebody_elses_parts_fail_the_job(writer: Writer) -> None:
+    writer.run()
+    foreign = Lease(make_spec(job_id="other"), 7, "t", 0, 0, b"", {})
+    writer.write(Lease(foreign.spec, 0, "t", 0, 0, b"", {}))
+    (writer.folder / ".part-0-000000.t").rename(writer.folder / part_name(7))
+    assert writer.finalise() is JobState.FAILED
+    assert "another job" in writer.jobs.status(writer.spec.job_id).error
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_job_to_the_outbox(writer: Writer, tmp_path: Path) -> None:
+    writer.run()
+    moved = tmp_path / "moved"
+    writer.folder.rename(moved)
+    writer.folder.write_text("a file is in the way")
+    with pytest.raises(OutputError):
+        writer.finalise()
+    status = writer.jobs.status(writer.spec.job_id)
+    assert status.state is JobState.FINALISING
+    assert str(writer.folder) in status.error
+    writer.folder.unlink()
+    moved.rename(writer.folder)
+    assert finalise(writer.outbox, writer.spec.job_id, 0) is JobState.FINISHED
+    assert writer.jobs.status(writer.spec.job_id).error == ""
+
+
+def test_a_canceled_job_keeps_its_finished_rows(writer: Writer) -> None:
+    first, second = taken(writer.chunks), taken(writer.chunks)
+    writer.write(first)
+    complete(writer.chunks, first)
+    results = {
+        (4, 0): RowResult(4, text="kept"),
+        (6, 0): RowResult(6, status="error", error=RowError("odd", "because")),
+    }
+    writer.chunks.spool(second, {sample: encode_result(result) for sample, result in results.items()})
+    writer.jobs.cancel(writer.spec.job_id)
+    writer.chunks.handback([second])
+    assert writer.finalise() is JobState.CANCELED
+    manifest = read_manifest(writer.folder)
+    assert manifest is not None
+    assert (manifest.state, manifest.num_ok, manifest.num_errors) == (JobState.CANCELED, 5, 1)
+    assert not (writer.folder / SUCCESS).exists()
+    table = read_dataset(writer.folder)
+    assert table["row_index"].to_pylist() == [0, 1, 2, 3, 4, 6]
+    assert table["text"].to_pylist()[4] == "kept"
+
+
+def test_a_job_canceled_before_it_began_has_an_empty_dataset(writer: Writer) -> None:
+    writer.jobs.cancel(writer.spec.job_id)
+    writer.folder.mkdir()
+    assert writer.finalise() is JobState.CANCELED
+    assert read_dataset(writer.folder).num_rows == 0
+
+
+def test_a_job_canceled_before_its_folder_was_made(writer: Writer) -> None:
+    writer.jobs.cancel(writer.spec.job_id)
+    assert writer.finalise() is JobState.CANCELED
+    assert part_names(writer.folder) == []
+
+
+def test_a_retry_replaces_the_parts_with_error_rows(writer: Writer) -> None:
+    writer.write(first := taken(writer.chunks))
+    complete(writer.chunks, first)
+    writer.rename(first)
+    writer.run(errors=2)
+    assert writer.finalise() is JobState.PARTIAL
+    assert (writer.folder / SUCCESS).is_file()
+    writer.jobs.retry(writer.spec.job_id)
+    again = writer.run(renames=False)
+    assert [lease.chunk for lease in again] == [1, 2]
+    assert finalise(writer.outbox, writer.spec.job_id, 0) is None  # a late task of the first epoch
+    assert writer.finalise() is JobState.FINISHED
+    manifest = read_manifest(writer.folder)
+    assert manifest is not None
+    assert (manifest.epoch, manifest.num_ok, manifest.num_errors) == (1, 10, 0)
+    texts: list[Any] = read_dataset(writer.folder)["text"].to_pylist()
+    assert texts == [f"row {row} of epoch {int(row >= 4)}" for row in range(10)]
+
+
+def test_unknown_jobs_are_said_to_be(writer: Writer) -> None:
+    writer.jobs.cancel(writer.spec.job_id)
+    with pytest.raises(JobNotFoundError):
+        finalise(writer.outbox, "no-such-job", 0)
+    assert writer.finalise() is JobState.CANCELED
