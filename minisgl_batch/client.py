@@ -323,7 +323,8 @@ class JobHandle:
     def results(self, *, partial: bool = False) -> pa.Table:
         """The results as an Arrow table. Arguments and errors as `batches`."""
         batches = list(self.batches(partial=partial))
-        return pa.Table.from_batches(batches, schema=None if batches else result_schema())
+        schema = batches[0].schema if batches else result_schema(token_ids=self.status().spec.token_ids)
+        return pa.Table.from_batches(batches, schema)
 
     def rows(self, *, partial: bool = False) -> Iterator[RowResult]:
         """The results one by one, in row order. Arguments and errors as `batches`."""

@@ -229,12 +229,12 @@ def test_a_reader_that_has_left_leaves_nothing_in_a_canceled_job(
 
 
 def test_results_of_a_job_that_had_none(client: redis.Redis, submit: Callable[..., JobHandle]) -> None:
-    job = submit(["a"])
+    job = submit(["a"], token_ids=True)
     job.cancel()
     with EchoWorker(client):
         job.wait(DEADLINE_S)
     assert job.results().num_rows == 0
-    assert job.results().schema == result_schema()
+    assert job.results().schema == result_schema(token_ids=True)
 
 
 def test_every_token_once_for_early_and_late_readers(client: redis.Redis, submit: Callable[..., JobHandle]) -> None:

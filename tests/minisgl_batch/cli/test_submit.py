@@ -43,10 +43,11 @@ def spec_of(client: redis.Redis, job_id: str) -> tuple[object, list[Row]]:
 
 def end(client: redis.Redis, job_id: str) -> None:
     """Cancel a job that a test is done with, and see it to its end."""
-    with Client() as api, EchoWorker(client):
+    with Client() as api:
         job = api.job(job_id)
         job.cancel()
-        assert job.wait(20).state is JobState.CANCELED
+        with EchoWorker(client):
+            assert job.wait(20).state is JobState.CANCELED
 
 
 def test_prints_the_id_and_how_to_go_on(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
