@@ -108,11 +108,20 @@ def test_nothing_is_queued_when_a_row_is_faulty(
     assert not (tmp_path / "out").exists()
 
 
-def test_one_job_at_a_time_writes_to_a_folder(submit: Callable[..., JobHandle]) -> None:
+def test_one_job_at_a_time_writes_to_a_folder(
+    client: redis.Redis, submit: Callable[..., JobHandle], tmp_path: Path
+) -> None:
     first = submit(["a"])
     with pytest.raises(OutputError, match=f"the output of job {first.id}, which hasn't ended"):
         submit(["b"])
+    with pytest.raises(JobStateError, match=f"the output of job {first.id}, which is queued: cancel it first"):
+        submit(["b"], overwrite=True)
     first.cancel()
+    with EchoWorker(client):
+        first.wait(DEADLINE_S)
+        # What a job that Redis has lost leaves behind is nobody's.
+        (tmp_path / "out" / OWNER).write_text("lost")
+        assert submit(["b"], overwrite=True).wait(DEADLINE_S).state is JobState.FINISHED
 
 
 def test_a_submission_that_fails_leaves_nothing(
