@@ -1,10 +1,11 @@
 """minisgl-batch: offline LLM inference as a service. Prompts in, Parquet out.
 
-Importing this package imports no torch: the engine's `LLM` is loaded when it is first asked for.
+Importing this package imports no torch: what is large is loaded when it is first asked for.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from minisgl_batch._version import __version__
@@ -12,14 +13,15 @@ from minisgl_batch.errors import MiniSGLError
 from minisgl_batch.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from minisgl_batch.client import Client, JobHandle
     from minisgl_batch.llm import LLM
 
-__all__ = ["LLM", "MiniSGLError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Client", "JobHandle", "MiniSGLError", "SamplingParams", "__version__"]
+
+_HOMES = {"LLM": "llm", "Client": "client", "JobHandle": "client"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from minisgl_batch.llm import LLM
-
-        return LLM
+    if name in _HOMES:
+        return getattr(import_module(f"minisgl_batch.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,28 +46,50 @@ class TableEdits:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Groups of decode rows whose sequences begin with the same pages, to be read once for all of them.
+
+    The rows of group g are the next `num_rows[g]` rows of the step, from row 0 on; rows behind them are in no group.
+
+    Attributes:
+        num_rows, num_pages: of each group.
+        pages: the groups' pages, one group after the other.
+        version: another number whenever the groups are other ones.
+    """
+
+    num_rows: IntArray
+    num_pages: IntArray
+    pages: IntArray
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The scheduler's decision for one step. Arrays have one entry per row.
+    """The scheduler's decision for one step. Arrays have one entry per row unless noted.
 
     Attributes:
         slots: each row's line in the page table and token pool.
         q_lens: tokens computed in this step.
         kv_lens: tokens whose KV is in the pool after this step.
         num_decode: how many leading rows are decode rows.
+        new_pages: (num_decode,) page that a decode row's token begins, for its line of the page table; -1 for none.
         samples: rows that get a new token; an extend row whose piece isn't the last gets none.
         all_greedy: no sampled row needs noise.
         any_filter: some sampled row uses top-k, top-p or min-p.
         edits: what to change in the tables first.
+        shared: groups of decode rows to attend in two levels; None to attend row by row.
     """
 
     slots: IntArray
     q_lens: IntArray
     kv_lens: IntArray
     num_decode: int
+    new_pages: IntArray
     samples: BoolArray
     all_greedy: bool
     any_filter: bool
     edits: TableEdits
+    shared: SharedPrefixes | None = None
 
     @property
     def num_rows(self) -> int:

@@ -26,7 +26,8 @@ class EngineConfig:
         max_running: most requests in one decode step.
         max_prefill_tokens: token budget of one prefill step; also bounds how long an abort takes.
         max_seq_len: longest prompt + output in tokens; without it, the model's context.
-        memory_ratio: share of the device's memory for weights and KV pool together.
+        memory_ratio: share of the free memory for weights and KV pool together; without it 0.9 of a GPU's and 0.4 of a
+            host's.
         dtype: compute type; "auto" is the checkpoint's, or float32 on CPUs without fast bfloat16.
         attention_backend: a registered name, "prefill,decode" for two of them, or "auto".
         cache: "radix" reuses prefixes; "naive" never does.
@@ -41,7 +42,7 @@ class EngineConfig:
     max_running: int | None = None
     max_prefill_tokens: int | None = None
     max_seq_len: int | None = None
-    memory_ratio: float = 0.9
+    memory_ratio: float | None = None
     dtype: Dtype = "auto"
     attention_backend: str = "auto"
     cache: CacheKind = "radix"
@@ -54,5 +55,5 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameterError(name, f"must be at least 1, got {value}")
-        if not 0.0 < self.memory_ratio <= 1.0:
+        if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:
             raise InvalidParameterError("memory_ratio", f"must be in (0, 1], got {self.memory_ratio:g}")

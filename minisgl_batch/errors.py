@@ -105,6 +105,10 @@ class JobStateError(QueueError):
     """Raised when a job isn't in a state that allows what was asked, such as retrying a running job."""
 
 
+class JobTimeoutError(QueueError, TimeoutError):
+    """Raised when a job hasn't ended within the time that the caller would wait; it goes on."""
+
+
 class TaskRefusedError(QueueError):
     """Raised when an RQ task names a function that workers don't run."""
 
@@ -115,3 +119,7 @@ class OutputError(MiniSGLError):
 
 class WorkerError(MiniSGLError):
     """Raised when a worker group can't start, or dies more often than it may."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

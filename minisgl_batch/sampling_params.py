@@ -159,7 +159,8 @@ class EngineSampling(msgspec.Struct, frozen=True, array_like=True):
         top_p, min_p: 1 and 0 keep all.
         seed: 63-bit; the noise of a token depends on (seed, sample_index, output position) alone.
         sample_index: which of the row's `n` samples this is.
-        ignore_eos: go on after an end-of-sequence token.
+        stop_ids: tokens that end the request: the model's end-of-sequence ids (unless the row ignores them) and the
+            row's `stop_token_ids`. They travel with the request because ranks load no tokenizer.
     """
 
     max_tokens: int
@@ -169,7 +170,7 @@ class EngineSampling(msgspec.Struct, frozen=True, array_like=True):
     min_p: float = 0.0
     seed: int = 0
     sample_index: int = 0
-    ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
 
     @property
     def is_greedy(self) -> bool:

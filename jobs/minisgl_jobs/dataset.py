@@ -1,4 +1,4 @@
-"""A dataset as a folder: parts, `_manifest.json` and, when every row is there, `_SUCCESS`.
+"""A dataset as a folder: parts, `_manifest.json` and, when every row is there, `_SUCCESS`; `_JOB` until its job ends.
 
 Data tools pass over names with a leading underscore or dot, so the folder can be read as it is by anything that reads
 Parquet. Knows nothing of Redis. Called by finalise (finish), submit (check and clear) and readers of results.
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from minisgl_batch._version import __version__
 from minisgl_batch.errors import OutputError
@@ -22,10 +21,12 @@ from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, che
 from minisgl_jobs.parts import (
     PART_PATTERN,
     PENDING_PATTERN,
+    TOKEN_COUNTS,
     Part,
     list_folder,
     part_name,
     part_names,
+    read_part_table,
     remove_file,
     write_file,
 )
@@ -33,6 +34,7 @@ from minisgl_jobs.results import result_schema
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
+OWNER = "_JOB"  # holds the id of the job that writes here
 
 
 class ManifestPart(msgspec.Struct, frozen=True):
@@ -55,6 +57,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         reason: why a failed job failed.
         epoch: 0, and one more for each retry.
         num_ok, num_errors: rows by outcome.
+        prompt_tokens, cached_tokens, completion_tokens: of all results; cached ones are among the prompts'.
         finished_at: when the last part was there.
         engine: what ran: sha256 of weights and tokenizer, chat template, dtype, attention backend, page size, tp.
         parts: in chunk order.
@@ -70,6 +73,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
     num_ok: int
     num_errors: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
     seed: int
     sampling: SamplingParams
     system: str | None
@@ -110,6 +116,7 @@ def make_manifest(
         num_rows=spec.num_rows,
         num_ok=num_ok,
         num_errors=num_errors,
+        **{name: sum(getattr(part.info, name) for part in parts) for name in TOKEN_COUNTS},
         seed=spec.seed,
         sampling=spec.params,
         system=spec.system,
@@ -135,7 +142,7 @@ def missing_chunks(spec: JobSpec, parts: Iterable[Part]) -> list[int]:
 
 
 def finish_dataset(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest and, last of all, `_SUCCESS` if the dataset is complete. May be repeated.
+    """Write the manifest and, if the dataset is complete, `_SUCCESS`; the job lets the folder go. May be repeated.
 
     Raises:
         OutputError: the folder can't be written.
@@ -145,6 +152,7 @@ def finish_dataset(folder: Path, manifest: Manifest) -> None:
     write_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
     if manifest.is_complete:
         write_file(folder / SUCCESS, b"")
+    release_output(folder, manifest.job_id)
 
 
 def reopen_dataset(folder: Path) -> None:
@@ -185,12 +193,7 @@ def read_batches(folder: Path, columns: Sequence[str] | None = None) -> Iterator
     if manifest is None and not names:
         raise OutputError(f"{folder} holds no results yet" if folder.is_dir() else f"{folder}: there is no such folder")
     for name in names:
-        try:
-            with pq.ParquetFile(folder / name) as file:
-                table = file.read(columns=None if columns is None else list(columns))
-        except (OSError, pa.ArrowException) as error:
-            raise OutputError(f"{folder / name} can't be read: {error}") from error
-        yield from table.replace_schema_metadata(None).to_batches()
+        yield from read_part_table(folder / name, columns).to_batches()
 
 
 def read_dataset(folder: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -220,10 +223,39 @@ def check_output(folder: Path, *, overwrite: bool = False) -> None:
         raise OutputError(f"{folder} holds Parquet files that aren't ours, such as {foreign[0]}: choose another folder")
     if not overwrite and any(_is_ours(name) for name in names):
         what = "a dataset" if MANIFEST in names else "parts of a job that isn't finished"
+        if owner := _owner(folder):
+            what = f"the output of job {owner}, which hasn't ended"
         raise OutputError(f"{folder} holds {what}: choose another folder, or overwrite it with --overwrite")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise OutputError(f"{folder} can't be written: {existing} is not a folder that you may write to")
+
+
+def claim_output(folder: Path, job_id: str) -> None:
+    """Make a folder the output of one job until it has ended: two would overwrite each other's parts.
+
+    Raises:
+        OutputError: another job has it, or it can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / OWNER).open("x") as file:
+            file.write(job_id)
+    except FileExistsError:
+        if (owner := _owner(folder)) != job_id:
+            raise OutputError(f"{folder} holds the output of job {owner}, which hasn't ended") from None
+    except OSError as error:
+        raise OutputError(f"{folder} can't be written: {error.strerror}") from error
+
+
+def release_output(folder: Path, job_id: str) -> None:
+    """Undo `claim_output`; a folder that another job has stays as it is.
+
+    Raises:
+        OutputError: the folder can't be written.
+    """
+    if _owner(folder) == job_id:
+        remove_file(folder / OWNER)
 
 
 def clear_dataset(folder: Path) -> None:
@@ -237,9 +269,20 @@ def clear_dataset(folder: Path) -> None:
         remove_file(folder / name)
 
 
+def _owner(folder: Path) -> str:
+    """The job whose output this is at the moment, "" for none."""
+    try:
+        return (folder / OWNER).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        raise OutputError(f"{folder / OWNER} can't be read: {error.strerror}") from error
+
+
 def _is_ours(name: str) -> bool:
     unfinished = name.startswith((f".{MANIFEST}.", f".{SUCCESS}."))
-    return unfinished or name in (MANIFEST, SUCCESS) or any(p.fullmatch(name) for p in (PART_PATTERN, PENDING_PATTERN))
+    is_part = any(pattern.fullmatch(name) for pattern in (PART_PATTERN, PENDING_PATTERN))
+    return unfinished or is_part or name in (MANIFEST, SUCCESS, OWNER)
 
 
 class _Versioned(msgspec.Struct):

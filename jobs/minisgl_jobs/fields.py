@@ -96,7 +96,11 @@ def is_tolerated(field: str, value: Any) -> bool:
     """Whether an API field that isn't read can be passed over, as it wouldn't change the output."""
     if field in IGNORED:
         return True
-    return field in UNSUPPORTED and (value is None or value in UNSUPPORTED[field])
+    if field not in UNSUPPORTED:
+        return False
+    # `"logprobs": 0` asks for something and `"logprobs": false` doesn't, though Python calls them equal.
+    is_flag = isinstance(value, bool)
+    return value is None or any(value == n and is_flag == isinstance(n, bool) for n in UNSUPPORTED[field])
 
 
 def unsupported_hint(field: str) -> str:

@@ -91,7 +91,8 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except RecursionError:
         raise nested_too_deeply("") from None
     if end != len(text):
-        raise FieldError("", f"goes on after its JSON value, at column {end + 1}", _ONE_OBJECT)
+        column = len(text) - len(text[end:].lstrip()) + 1
+        raise FieldError("", f"goes on after its JSON value, at column {column}", _ONE_OBJECT)
     if type(value) is not dict:
         raise FieldError("", f"must be a JSON object, not {kind(value)}", _ONE_OBJECT)
     if "\\u" in text and _SURROGATE.search(text):

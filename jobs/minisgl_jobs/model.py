@@ -72,7 +72,9 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         priority: which ring of jobs.
         submitted_at: Unix seconds, the client's clock.
         token_ids: write the `output_token_ids` column.
+        chat: whether the rows (the first one, if they differ) are chat messages: the shape of OpenAI output.
         input: what was read.
+        rows_sha256: of all rows as they were read: the hash of their chunks' `chunk_sha256`, in order.
     """
 
     job_id: str
@@ -86,7 +88,9 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: Priority = Priority.NORMAL
     submitted_at: float = 0.0
     token_ids: bool = False
+    chat: bool = False
     input: InputInfo = InputInfo()
+    rows_sha256: str = ""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -118,7 +122,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
         row_index: its position in the job, from 0.
         custom_id: the user's own name for it, "" when not given.
         prompt: text, tokenized as it is.
-        messages: chat messages as given, rendered by the model's chat template.
+        messages: chat messages, rendered by the model's chat template; content is always text (parts are joined).
         prompt_token_ids: token ids, used as they are.
         params: what the row itself says about sampling.
         metadata: the row's `metadata`, as JSON text ("" when not given).
@@ -133,6 +137,13 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     params: SamplingParams = SamplingParams()
     metadata: str = ""
     error: RowError | None = None
+
+    @property
+    def input(self) -> str | list[int] | list[dict[str, Any]]:
+        """The prompt, token ids or messages, whichever it has; an empty list for a faulty row."""
+        if self.prompt is not None:
+            return self.prompt
+        return self.prompt_token_ids if self.prompt_token_ids is not None else self.messages or []
 
 
 class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from minisgl_batch.errors import OutputError
@@ -23,6 +24,7 @@ from minisgl_jobs.model import SCHEMA_VERSION
 
 PART_PATTERN = re.compile(r"part-(\d{6,})\.parquet")
 PENDING_PATTERN = re.compile(r"\.part-(\d+)-(\d+)\.(.+)")
+TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _METADATA_KEY = b"minisgl_batch"
 _LOW_CARDINALITY = ["status", "finish_reason", "stop_reason", "error_type", "model"]
 
@@ -34,6 +36,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
         job_id, chunk, epoch: whose results these are.
         input_sha256: `chunk_sha256` of the rows they answer; resume goes by it.
         num_rows: result rows in the part.
+        prompt_tokens, cached_tokens, completion_tokens: of all of them together.
         schema_version: of the columns.
     """
 
@@ -42,6 +45,9 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     input_sha256: str
     num_rows: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
     schema_version: int = SCHEMA_VERSION
 
 
@@ -66,6 +72,8 @@ def pending_name(chunk: int, epoch: int, token: str) -> str:
 def write_part(folder: Path, table: pa.Table, info: PartInfo, token: str) -> Path:
     """Write a part under its pending name; on return it is on disk. The folder is made if it isn't there.
 
+    The token counts of `info` are taken from the table.
+
     Raises:
         OutputError: the disk is full, or the folder can't be written; nothing is left behind.
         ValueError: `info.num_rows` isn't the table's; a defect of the caller.
@@ -73,6 +81,7 @@ def write_part(folder: Path, table: pa.Table, info: PartInfo, token: str) -> Pat
     if info.num_rows != table.num_rows:
         raise ValueError(f"part {info.chunk} says {info.num_rows} rows and holds {table.num_rows}")
     path = folder / pending_name(info.chunk, info.epoch, token)
+    info = msgspec.structs.replace(info, **{name: pc.sum(table[name]).as_py() or 0 for name in TOKEN_COUNTS})
     described = table.replace_schema_metadata({_METADATA_KEY: msgspec.json.encode(info)})
     with _writing(path, table.nbytes):
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,6 +126,20 @@ def read_part(path: Path) -> Part:
         return Part(path.name, path.stat().st_size, info)
     except (OSError, pa.ArrowException, KeyError, msgspec.DecodeError) as error:
         raise OutputError(f"{path} isn't a whole part of a dataset: {error}") from error
+
+
+def read_part_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """A part's results.
+
+    Raises:
+        OutputError: the file can't be read or is damaged.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            table = file.read(columns=None if columns is None else list(columns))
+    except (OSError, pa.ArrowException) as error:
+        raise OutputError(f"{path} can't be read: {error}") from error
+    return table.replace_schema_metadata(None)
 
 
 def scan_parts(folder: Path) -> list[Part]:

@@ -94,6 +94,10 @@ class JobQueue:
         if answer == b"incomplete":
             raise JobStateError(f"job {spec.job_id} lacks rows: append all chunks before the job is sealed")
 
+    def drop(self, spec: JobSpec) -> None:
+        """Forget a job whose submission is given up; one that was sealed stays as it is."""
+        self._scripts.run("drop", QueueKeys(queue_name(spec.model)).prefix, spec.job_id)
+
     def status(self, job_id: str) -> JobStatus:
         """All that is known about a job.
 

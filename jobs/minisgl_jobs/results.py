@@ -6,13 +6,13 @@ Knows nothing of folders or Redis. Called by frontends, which write parts, and b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from minisgl_batch.sampling_params import SamplingParams
-from minisgl_jobs.model import Row, RowResult
+from minisgl_jobs.model import Row, RowError, RowResult
 
 _TIMESTAMP = pa.timestamp("us", tz="UTC")
 
@@ -66,6 +66,24 @@ def results_to_table(results: Iterable[RowResult], *, token_ids: bool = False) -
         for name in schema.names
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def table_to_results(table: pa.Table) -> Iterator[RowResult]:
+    """Undo `results_to_table`."""
+    for batch in table.to_batches():
+        # As integers: Arrow's own conversion of times needs a time zone database, which small containers lack.
+        plain = {
+            field.name: batch.column(i).cast(pa.int64()) if field.type == _TIMESTAMP else batch.column(i)
+            for i, field in enumerate(batch.schema)
+        }
+        for record in pa.RecordBatch.from_pydict(plain).to_pylist():
+            error_type, error_message = record.pop("error_type"), record.pop("error_message")
+            for name in ("custom_id", "text", "metadata"):
+                record[name] = record[name] or ""
+            for name in ("queued_at", "started_at", "finished_at"):
+                record[name] = record[name] / 1e6 if record[name] is not None else None
+            record["queued_at"], record["finished_at"] = record["queued_at"] or 0.0, record["finished_at"] or 0.0
+            yield RowResult(**record, error=RowError(error_type, error_message) if error_type else None)
 
 
 def samples_of(row: Row, defaults: SamplingParams) -> int:

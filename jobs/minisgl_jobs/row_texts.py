@@ -41,6 +41,7 @@ class RowFinished(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     error: RowError | None
+    custom_id: str = ""
 
 
 RowEvent: TypeAlias = RowStarted | RowText | RowFinished
@@ -88,7 +89,7 @@ class RowTexts:
                 return None
             self._set_finished(row, sample, end.num_samples)
             counts = (end.prompt_tokens, end.completion_tokens)
-            events.append(RowFinished(row, sample, end.status, end.finish_reason, *counts, end.error))
+            events.append(RowFinished(row, sample, end.status, end.finish_reason, *counts, end.error, end.custom_id))
         return events
 
     def finish(self, result: RowResult) -> Iterator[RowEvent]:
@@ -104,7 +105,7 @@ class RowTexts:
         yield from self._extend(row, sample, running, result.text[running.num_chars :])
         self._set_finished(row, sample, None)
         counts = (result.prompt_tokens, result.completion_tokens)
-        yield RowFinished(row, sample, result.status, result.finish_reason, *counts, result.error)
+        yield RowFinished(row, sample, result.status, result.finish_reason, *counts, result.error, result.custom_id)
 
     def missing(self, *, strict: bool = False) -> list[range]:
         """Rows to look for among the finished ones, as ascending ranges.

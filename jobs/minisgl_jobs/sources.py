@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import IO, Any
 
@@ -187,6 +187,22 @@ def open_input(source: str | os.PathLike[str]) -> Input:
     except BaseException:
         raw.close()
         raise
+
+
+def object_lines(rows: Iterable[Any]) -> Iterator[bytes]:
+    """The rows of a program as lines, so that they are checked like a file's; a string is a prompt.
+
+    Raises:
+        InvalidInputError: a row holds something that JSON can't express.
+    """
+    return (_object_line(number, row) for number, row in enumerate(rows, 1))
+
+
+def _object_line(number: int, row: Any) -> bytes:
+    try:
+        return json.dumps({"prompt": row} if isinstance(row, str) else row).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"row {number} can't be written as JSON: {error}") from error
 
 
 def _refuse_foreign_formats(name: str, head: bytes) -> None:

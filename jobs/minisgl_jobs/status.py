@@ -26,6 +26,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         since: Unix seconds of its start.
         tokens_per_s: generated lately.
         num_running, num_waiting: requests in its engine.
+        prompt_tokens, cached_tokens: of all prompts since its start, and how many of them the prefix cache had.
         description: dtype, device, attention backend and the like.
     """
 
@@ -37,6 +38,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_per_s: float = 0.0
     num_running: int = 0
     num_waiting: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     description: dict[str, str | int] = {}
 
 
@@ -67,6 +70,7 @@ class JobStatus:
         chunks_done: committed chunks of this epoch.
         leases: chunks that are being worked on.
         created_at, queued_at, started_at, finished_at: Unix seconds of the server's clock; None when not yet.
+        now: when this was read, by the same clock.
         num_deaths: how often a worker died (or went silent) over a chunk of this job.
         num_workers: living worker groups that serve its queue.
         paused: whether its queue is paused.
@@ -84,6 +88,7 @@ class JobStatus:
     queued_at: float | None
     started_at: float | None
     finished_at: float | None
+    now: float
     num_deaths: int
     num_workers: int
     paused: bool
@@ -146,6 +151,7 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
         queued_at=_seconds(fields, b"queued_at"),
         started_at=_seconds(fields, b"started_at"),
         finished_at=_seconds(fields, b"finished_at"),
+        now=now_ms / 1000,
         num_deaths=int(fields.get(b"deaths", 0)),
         num_workers=num_workers,
         paused=bool(paused),

@@ -36,6 +36,7 @@ class RowEnd(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         num_chars: of its whole text.
         num_samples: how many samples its row has.
+        custom_id: the row's own name, "" when it has none.
     """
 
     status: Literal["ok", "error"]
@@ -45,6 +46,7 @@ class RowEnd(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     completion_tokens: int
     error: RowError | None = None
+    custom_id: str = ""
 
 
 class RowDelta(msgspec.Struct, frozen=True, array_like=True):

@@ -36,7 +36,7 @@ FAILURE_TTL_S = 86400
 class AllowListJob(Job):  # type: ignore[misc]  # rq is untyped
     """An RQ job that reads JSON only and runs allowed functions only."""
 
-    def __init__(self, id: str | None = None, connection: Any = None, serializer: Any = None) -> None:  # noqa: A002, ARG002
+    def __init__(self, id: str | None = None, connection: Any = None, serializer: Any = None) -> None:  # noqa: A002
         # Whatever a caller asks for: some of rq's own look-ups would take the pickling default.
         super().__init__(id, connection, serializer=JSONSerializer)
 

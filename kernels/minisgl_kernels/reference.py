@@ -35,6 +35,76 @@ def common_prefix_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int
     return first if n and differs[first] else n
 
 
+# --------------------------------------------------------------- attention
+
+
+def gather_kv(pool: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """(kv_len, num_kv_heads, head_dim): one row's keys or values, from its pages (int32 or int64) of the pool."""
+    num_pages, _, num_kv_heads, head_dim = pool.shape
+    # Whole pages as flat rows: one memory copy each.
+    held = pool.view(num_pages, -1).index_select(0, pages)
+    return held.view(-1, num_kv_heads, head_dim)[:kv_len]
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
+    """Causal attention of a sequence's last tokens over the whole sequence.
+
+    The query heads of a KV head are rows of one matrix, so that KV is not repeated.
+
+    Args:
+        q: (q_len, num_heads, head_dim), the last q_len tokens.
+        k, v: (kv_len, num_kv_heads, head_dim).
+        scale: factor on q·k.
+        window: a query sees this many tokens back (itself included).
+
+    Returns:
+        (q_len, num_heads, head_dim).
+    """
+    q_len, num_heads, head_dim = q.shape
+    kv_len, num_kv_heads, _ = k.shape
+    group = num_heads // num_kv_heads
+    # (num_kv_heads, group * q_len, head_dim): head h attends with KV head h // group
+    queries = q.view(q_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    mask = _causal_mask(q_len, kv_len, window, q.device)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        queries.unsqueeze(0),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
+        attn_mask=None if mask is None else mask.repeat(group, 1),
+        scale=scale,
+    )
+    return out.view(num_kv_heads, group, q_len, head_dim).permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    page_table: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """The twin of `minisgl_kernels.decode_attention`, row by row."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    page_size = k_pool.shape[1]
+    for i, (slot, kv_len) in enumerate(zip(slots.tolist(), kv_lens.tolist(), strict=True)):
+        pages = page_table[slot, : -(-kv_len // page_size)]
+        k, v = gather_kv(k_pool, pages, kv_len), gather_kv(v_pool, pages, kv_len)
+        out[i : i + 1] = attend(q[i : i + 1], k, v, scale, window)
+    return out
+
+
+def _causal_mask(q_len: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """(q_len, kv_len) bool, True where a query sees a key; None when it sees all."""
+    if q_len == 1 and (window is None or kv_len <= window):
+        return None
+    distance = torch.arange(kv_len - q_len, kv_len, device=device).unsqueeze(1) - torch.arange(kv_len, device=device)
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+
+
 # ---------------------------------------------------------------- sampling
 
 

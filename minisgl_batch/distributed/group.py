@@ -20,6 +20,9 @@ class Communicator(Protocol):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x` (equal shapes), stacked: (size, *x.shape)."""
 
+    def close(self) -> None:
+        """Free what the collectives hold; none is called afterwards."""
+
 
 @dataclass(frozen=True)
 class TPGroup:
@@ -46,6 +49,10 @@ class TPGroup:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0) if self.comm is None else self.comm.all_gather(x)
+
+    def close(self) -> None:
+        if self.comm is not None:
+            self.comm.close()
 
 
 SINGLE = TPGroup()

@@ -68,6 +68,10 @@ class PrefixCache(ABC):
         """Give back `num_pages` pages, or all that can be evicted where those are fewer; least recently used first."""
 
     @abstractmethod
+    def path(self, handle: PrefixHandle) -> list[tuple[int, int]]:
+        """The nodes from the root's child to the prefix's end: what each is known by, and the tokens up to its end."""
+
+    @abstractmethod
     def reset(self) -> None:
         """Forget everything, locks included; the caller takes all pages back."""
 

@@ -34,6 +34,9 @@ class NaiveCache(PrefixCache):
     def evict(self, num_pages: int) -> IntArray:
         return EMPTY_PAGES
 
+    def path(self, handle: PrefixHandle) -> list[tuple[int, int]]:
+        return []
+
     def reset(self) -> None:
         pass
 

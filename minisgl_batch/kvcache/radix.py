@@ -12,10 +12,10 @@ import heapq
 from collections.abc import Iterator
 
 import numpy as np
-from minisgl_kernels.reference import common_prefix_len
 
 from minisgl_batch.batch import IntArray
 from minisgl_batch.kvcache.base import EMPTY_PAGES, PrefixCache, PrefixHandle
+from minisgl_kernels.reference import common_prefix_len
 
 
 class RadixNode:
@@ -99,6 +99,13 @@ class RadixCache(PrefixCache):
             evicted.append(self._trim(node, taken))
             wanted -= taken
         return _concat(evicted)
+
+    def path(self, handle: PrefixHandle) -> list[tuple[int, int]]:
+        nodes, num_tokens = [], handle.num_tokens
+        for node in self._path(handle.node):
+            nodes.append((id(node), num_tokens))
+            num_tokens -= len(node.key)
+        return nodes[::-1]
 
     # ------------------------------------------------------------- the tree
 

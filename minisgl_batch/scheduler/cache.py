@@ -55,7 +55,8 @@ class CacheManager:
             self._freed = []
         assert num_pages <= len(self._stack), "allocated more pages than are available"
         split = len(self._stack) - num_pages
-        taken, self._stack = self._stack[split:][::-1].copy(), self._stack[:split]
+        taken: IntArray = self._stack[split:][::-1].copy()
+        self._stack = self._stack[:split]
         self._num_free = split
         return taken
 

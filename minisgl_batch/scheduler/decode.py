@@ -8,11 +8,14 @@ row is never retracted and any row fits alone, so something always moves on.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from minisgl_batch.batch import IntArray
+from minisgl_batch.batch import IntArray, SharedPrefixes
 from minisgl_batch.request import Req
 from minisgl_batch.scheduler.cache import CacheManager
+from minisgl_batch.scheduler.sharing import PrefixSharing
 from minisgl_batch.scheduler.table import TableManager
 
 
@@ -32,12 +35,25 @@ class LengthEstimate:
         self.ratio = min(1.0, 1.5 * self.ratio + 0.02)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The decode rows of a step, in the step's order; the fields are those of ScheduledBatch."""
+
+    slots: IntArray
+    new_pages: IntArray
+    shared: SharedPrefixes | None
+
+
+NO_ROWS = DecodeRows(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32), None)
+
+
 class DecodeManager:
     """See the module's docstring."""
 
-    def __init__(self, table: TableManager, cache: CacheManager) -> None:
+    def __init__(self, table: TableManager, cache: CacheManager, sharing: PrefixSharing) -> None:
         self._table = table
         self._cache = cache
+        self._sharing = sharing
         self.estimate = LengthEstimate()
 
     def ready(self) -> IntArray:
@@ -46,19 +62,21 @@ class DecodeManager:
         ready = table.running & (table.cached_len >= table.prompt_end) & (table.device_len < table.max_len)
         return np.flatnonzero(ready).astype(np.int32)
 
-    def pages_needed(self, slots: IntArray) -> IntArray:
-        """Those of `slots` whose next token starts a page."""
-        return slots[self._table.cached_len[slots] % self._table.page_size == 0]
-
-    def schedule(self) -> IntArray | None:
-        """Slots of the next step's decode rows, each with room for its token; None when there are too few pages."""
+    def schedule(self) -> DecodeRows | None:
+        """The next step's decode rows, each with room for its token; None when there are too few pages."""
         slots = self.ready()
-        growing = self.pages_needed(slots)
-        if len(growing) > self._cache.num_available_pages:
+        if not len(slots):
+            return NO_ROWS
+        slots, shared = self._sharing.arrange(slots)
+        begins_page = self._table.cached_len[slots] % self._table.page_size == 0
+        num_pages = int(begins_page.sum())
+        if num_pages > self._cache.num_available_pages:
             return None
-        if len(growing):
-            self._table.append_pages(growing, self._cache.allocate(len(growing)))
-        return slots
+        new_pages = np.full(len(slots), -1, dtype=np.int32)
+        if num_pages:
+            new_pages[begins_page] = self._cache.allocate(num_pages)
+            self._table.append_pages(slots[begins_page], new_pages[begins_page])
+        return DecodeRows(slots, new_pages, shared)
 
     def victim(self) -> Req:
         """The row to retract: the one with the least output, the youngest of these; never the oldest row."""

@@ -21,7 +21,6 @@ from minisgl_batch.scheduler.decode import DecodeManager
 from minisgl_batch.scheduler.table import TableManager
 
 
-
 @dataclass(frozen=True, slots=True)
 class Piece:
     """`num_tokens` more tokens of a running request's prompt."""
@@ -29,6 +28,10 @@ class Piece:
     req: Req
     num_tokens: int
 
+
+MIN_STARTS = 8
+STARTS_SHARE = 16  # of the running rows
+MAX_WAIT_STEPS = 32
 
 PageKey: TypeAlias = tuple[int, bytes]
 """A page below a node of the prefix cache: the node's id and the page's token ids."""
@@ -43,6 +46,7 @@ class PrefillManager:
         self._decode = decode
         self._waiting: OrderedDict[int, Req] = OrderedDict()
         self._partial: Req | None = None
+        self._last_step = -MAX_WAIT_STEPS  # the last one with pieces
 
     @property
     def num_waiting(self) -> int:
@@ -62,8 +66,22 @@ class PrefillManager:
         if self._partial is req:
             self._partial = None
 
-    def schedule(self, budget: int) -> list[Piece]:
+    def is_worthwhile(self, step: int) -> bool:
+        """Whether a step of pieces should interrupt the decode rows.
+
+        Finished rows free their slots one by one. Filling each at once would make a tiny step of each, while all other
+        rows wait: so new rows wait until several can begin together, but never long.
+        """
+        num_running = self._table.num_used_slots
+        num_startable = min(self._table.num_free_slots, len(self._waiting))
+        if self._partial is not None or not num_running or not num_startable:
+            return self._partial is not None or num_startable > 0
+        enough = min(len(self._waiting), max(MIN_STARTS, num_running // STARTS_SHARE))
+        return num_startable >= enough or step - self._last_step >= MAX_WAIT_STEPS
+
+    def schedule(self, budget: int, step: int) -> list[Piece]:
         """Pieces for the next step, of at most `budget` tokens in all; admits requests, in order, while they fit."""
+        self._last_step = step
         pieces: list[Piece] = []
         ahead: set[PageKey | None] = set()  # pages that this step computes: what other requests may wait for
         if self._partial is not None:

@@ -35,8 +35,9 @@ from minisgl_batch.messages import (
 )
 from minisgl_batch.request import Req, ReqState
 from minisgl_batch.scheduler.cache import CacheManager
-from minisgl_batch.scheduler.decode import DecodeManager
+from minisgl_batch.scheduler.decode import NO_ROWS, DecodeManager, DecodeRows
 from minisgl_batch.scheduler.prefill import Piece, PrefillManager
+from minisgl_batch.scheduler.sharing import PrefixSharing, SharingCosts
 from minisgl_batch.scheduler.source import MessageSource
 from minisgl_batch.scheduler.table import TableManager
 
@@ -66,8 +67,9 @@ class SchedulerConfig:
         max_running: slots.
         max_seq_len: longest prompt + output in tokens; fits into the pool.
         max_prefill_tokens: token budget of a step's pieces.
-        eos_ids: tokens that end a sequence.
         overlap: which loop.
+        mixed: a step may have both decode rows and pieces of prompts; otherwise pieces go first, in steps of their own.
+        sharing: when decode rows attend to a prefix in common in two levels; None: never.
     """
 
     num_pages: int
@@ -75,8 +77,9 @@ class SchedulerConfig:
     max_running: int
     max_seq_len: int
     max_prefill_tokens: int
-    eos_ids: tuple[int, ...]
     overlap: bool
+    mixed: bool = True
+    sharing: SharingCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +101,11 @@ class Scheduler:
         self._source = source
         self.table = TableManager(config.max_running, config.max_seq_len, config.page_size, config.num_pages)
         self.cache = CacheManager(config.num_pages, prefix_cache, self.table)
-        self.decode = DecodeManager(self.table, self.cache)
+        self.decode = DecodeManager(self.table, self.cache, PrefixSharing(self.table, prefix_cache, config.sharing))
         self.prefill = PrefillManager(self.table, self.cache, self.decode)
         self._reqs: dict[int, Req] = {}
         self._in_flight: InFlight | None = None
         self._stopped = False
-        self._eos_ids = np.array(config.eos_ids, dtype=np.int32)
         self._num_arrivals = 0
         self._aborted: list[int] = []
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
@@ -188,20 +190,24 @@ class Scheduler:
 
     def _schedule(self) -> ScheduledBatch | None:
         """Decide the next step; None when nothing can run before the step in flight is done."""
-        while (decode_slots := self.decode.schedule()) is None:
+        if not self.config.mixed and self.prefill.is_worthwhile(self._num_steps):
+            pieces = self.prefill.schedule(self.config.max_prefill_tokens, self._num_steps)
+            if pieces:
+                return self._make_batch(NO_ROWS, pieces)
+        while (rows := self.decode.schedule()) is None:
             if self._in_flight is not None:
                 return None  # the tokens of a row must be known before it can be retracted
             self._retract(self.decode.victim())
-        pieces = self.prefill.schedule(self.config.max_prefill_tokens)
-        if not len(decode_slots) and not pieces:
+        pieces = self.prefill.schedule(self.config.max_prefill_tokens, self._num_steps) if self.config.mixed else []
+        if not len(rows.slots) and not pieces:
             return None
-        return self._make_batch(decode_slots, pieces)
+        return self._make_batch(rows, pieces)
 
-    def _make_batch(self, decode_slots: IntArray, pieces: list[Piece]) -> ScheduledBatch:
-        table = self.table
-        slots = np.concatenate([decode_slots, np.array([piece.req.slot for piece in pieces], dtype=np.int32)])
+    def _make_batch(self, rows: DecodeRows, pieces: list[Piece]) -> ScheduledBatch:
+        table, num_decode = self.table, len(rows.slots)
+        slots = np.concatenate([rows.slots, np.array([piece.req.slot for piece in pieces], dtype=np.int32)])
         q_lens = np.ones(len(slots), dtype=np.int32)
-        q_lens[len(decode_slots) :] = [piece.num_tokens for piece in pieces]
+        q_lens[num_decode:] = [piece.num_tokens for piece in pieces]
         kv_lens = table.cached_len[slots] + q_lens
         samples: BoolArray = kv_lens >= table.prompt_end[slots]
         sampling_slots = slots[samples]
@@ -209,11 +215,13 @@ class Scheduler:
             slots=slots,
             q_lens=q_lens,
             kv_lens=kv_lens,
-            num_decode=len(decode_slots),
+            num_decode=num_decode,
+            new_pages=rows.new_pages,
             samples=samples,
             all_greedy=bool(table.greedy[sampling_slots].all()),
             any_filter=bool(table.filtered[sampling_slots].any()),
             edits=table.take_edits(),
+            shared=rows.shared,
         )
 
     def _launch(self, batch: ScheduledBatch) -> InFlight:
@@ -244,7 +252,7 @@ class Scheduler:
         slots, positions, tokens = slots[alive], positions[alive], tokens[alive]
         finish = np.full(len(slots), NOT_FINISHED, dtype=np.uint8)
         finish[positions + 1 >= table.max_len[slots]] = FINISH_LENGTH
-        finish[np.isin(tokens, self._eos_ids) & ~table.ignore_eos[slots]] = FINISH_STOP
+        finish[(tokens[:, None] == table.stop_ids[slots]).any(axis=1)] = FINISH_STOP
         if len(slots):
             self._report(slots, positions, tokens, finish)
         for slot, position in zip(slots[finish > 0].tolist(), positions[finish > 0].tolist(), strict=True):

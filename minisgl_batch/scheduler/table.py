@@ -22,6 +22,8 @@ from minisgl_batch.batch import BoolArray, IntArray, TableEdits
 from minisgl_batch.request import Req
 from minisgl_batch.sampling_params import EngineSampling
 
+NO_TOKEN = -1
+
 
 class TableManager:
     """Hands out slots and records what their rows are."""
@@ -36,6 +38,7 @@ class TableManager:
         self.reqs: list[Req | None] = [None] * num_rows
 
         self.uid = np.zeros(num_rows, dtype=np.int64)
+        self.generation: IntArray = np.zeros(num_rows, dtype=np.int32)  # how many rows the slot has had
         self.cached_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.device_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.max_len: IntArray = np.zeros(num_rows, dtype=np.int32)
@@ -43,7 +46,7 @@ class TableManager:
         self.num_prompt: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.in_flight: IntArray = np.zeros(num_rows, dtype=np.int32)  # launched steps that name the row
         self.running: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # False while draining
-        self.ignore_eos: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.stop_ids: IntArray = np.full((num_rows, 4), NO_TOKEN, dtype=np.int32)  # wider when a row needs it
         self.greedy: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.filtered: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
@@ -69,13 +72,14 @@ class TableManager:
         end = len(req.ids)
         self.reqs[slot] = req
         self.uid[slot] = req.uid
+        self.generation[slot] += 1
         self.cached_len[slot] = num_cached
         self.device_len[slot] = self.prompt_end[slot] = end
         self.max_len[slot] = req.max_len
         self.num_prompt[slot] = req.num_prompt
         self.running[slot] = True
         sampling = req.sampling
-        self.ignore_eos[slot] = sampling.ignore_eos
+        self._set_stop_ids(slot, sampling.stop_ids)
         self.greedy[slot] = sampling.is_greedy
         self.filtered[slot] = not sampling.is_greedy and (
             sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
@@ -99,11 +103,16 @@ class TableManager:
         self.page_table[slot, first : first + len(pages)] = pages
         self._page_runs.append((slot * self.page_table.shape[1] + first, len(pages)))
 
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
     def append_pages(self, slots: IntArray, pages: IntArray) -> None:
-        """One more page for each row, for the token at its `cached_len`."""
-        columns = self.cached_len[slots] // self.page_size
-        self.page_table[slots, columns] = pages
-        self._page_runs.extend((first, 1) for first in (slots.astype(np.int64) * self.page_table.shape[1] + columns).tolist())
+        """One more page for each row, for the token at its `cached_len`; the step itself tells the engine."""
+        self.page_table[slots, self.cached_len[slots] // self.page_size] = pages
 
     def num_row_pages(self, slot: int) -> int:
         """How many pages the row has."""
@@ -129,4 +138,5 @@ def _flatten(runs: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
         return np.empty(0, dtype=np.int64)
     first, length = np.array(runs, dtype=np.int64).T
     offset = np.cumsum(length) - length
-    return np.arange(int(length.sum()), dtype=np.int64) + np.repeat(first - offset, length)
+    index: npt.NDArray[np.int64] = np.arange(int(length.sum())) + np.repeat(first - offset, length)
+    return index

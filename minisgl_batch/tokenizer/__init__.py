@@ -1,0 +1,23 @@
+"""Text on its way into the engine and out of it. No torch in here."""
+
+from minisgl_batch.tokenizer.detokenizer import Detokenizer, TextStream
+from minisgl_batch.tokenizer.input import ResolvedRequest, StopRules, derive_seed, resolve_request
+from minisgl_batch.tokenizer.output import FinishReason, OutputEvents, OutputProcessor, SampleOutput, TextDelta
+from minisgl_batch.tokenizer.tokenizer import ModelTokenizer, PromptInput, hide_torch
+
+__all__ = [
+    "Detokenizer",
+    "FinishReason",
+    "ModelTokenizer",
+    "OutputEvents",
+    "OutputProcessor",
+    "PromptInput",
+    "ResolvedRequest",
+    "SampleOutput",
+    "StopRules",
+    "TextDelta",
+    "TextStream",
+    "derive_seed",
+    "hide_torch",
+    "resolve_request",
+]

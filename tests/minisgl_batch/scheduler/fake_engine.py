@@ -77,18 +77,37 @@ class FakeEngine:
         self.token_pool.reshape(-1)[batch.edits.token_index] = batch.edits.tokens
         # All rows write their KV before any row reads, as a layer does.
         rows = list(zip(batch.slots.tolist(), batch.q_lens.tolist(), batch.kv_lens.tolist(), strict=True))
+        for (slot, _, kv_len), page in zip(rows, batch.new_pages.tolist(), strict=False):
+            if page >= 0:
+                self.page_table[slot, (kv_len - 1) // self.page_size] = page
         for slot, q_len, kv_len in rows:
             for position in range(kv_len - q_len, kv_len):
                 previous = self._kv(slot, position - 1) if position else 0
                 page = self.page_table[slot, position // self.page_size]
                 self.kv[page, position % self.page_size] = _chain(previous, int(self.token_pool[slot, position]))
         sampled = []
-        for (slot, _, kv_len), samples in zip(rows, batch.samples.tolist(), strict=True):
+        prefixes = self._shared_prefixes(batch)
+        for i, ((slot, _, kv_len), samples) in enumerate(zip(rows, batch.samples.tolist(), strict=True)):
             if samples:
-                token = _sample([self._kv(slot, position) for position in range(kv_len)])
+                prefix = prefixes.get(i, [])
+                assert len(prefix) < kv_len
+                token = _sample(prefix + [self._kv(slot, position) for position in range(len(prefix), kv_len)])
                 self.token_pool[slot, kv_len] = token
                 sampled.append(token)
         return FakeStep(np.array(sampled, dtype=np.int32))
+
+    def _shared_prefixes(self, batch: ScheduledBatch) -> dict[int, list[int]]:
+        """Row -> KV of the pages that its group reads for it."""
+        prefixes: dict[int, list[int]] = {}
+        if batch.shared is not None:
+            shared, row, page = batch.shared, 0, 0
+            for num_rows, num_pages in zip(shared.num_rows.tolist(), shared.num_pages.tolist(), strict=True):
+                kv = self.kv[shared.pages[page : page + num_pages]].reshape(-1).tolist()
+                prefixes.update(dict.fromkeys(range(row, row + num_rows), kv))
+                row, page = row + num_rows, page + num_pages
+            assert row <= batch.num_decode
+            assert page == len(shared.pages)
+        return prefixes
 
     def _kv(self, slot: int, position: int) -> int:
         return int(self.kv[self.page_table[slot, position // self.page_size], position % self.page_size])
@@ -104,7 +123,6 @@ class Harness:
             "max_running": 4,
             "max_seq_len": 64,
             "max_prefill_tokens": 16,
-            "eos_ids": (EOS,),
             "overlap": False,
         } | config
         self.config = SchedulerConfig(**values)  # type: ignore[arg-type]
@@ -121,7 +139,7 @@ class Harness:
 
     def add(self, prompt: list[int], max_tokens: int = 8, ignore_eos: bool = False) -> int:
         uid = len(self._requests)
-        sampling = EngineSampling(max_tokens=max_tokens, ignore_eos=ignore_eos)
+        sampling = EngineSampling(max_tokens=max_tokens, stop_ids=() if ignore_eos else (EOS,))
         self._requests[uid] = (prompt, sampling)
         self.outputs[uid] = []
         self.source.inbox.append(AddRequests([NewRequest(uid, np.array(prompt, np.int32).tobytes(), sampling)]))
@@ -193,7 +211,7 @@ class Harness:
         for uid, how in self.finished.items():
             prompt, sampling = self._requests[uid]
             want, want_reason = expected_output(
-                prompt, sampling.max_tokens, sampling.ignore_eos, self.config.max_seq_len
+                prompt, sampling.max_tokens, not sampling.stop_ids, self.config.max_seq_len
             )
             if how == "abort":
                 assert self.outputs[uid] == want[: len(self.outputs[uid])]

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from minisgl_batch.scheduler.sharing import SharingCosts
 from tests.minisgl_batch.scheduler.fake_engine import Harness
 
+ALWAYS_SHARE = SharingCosts(per_saved_token=1.0, base=0.0, per_row=0.0, per_prefix_token=0.0, min_rows=2, max_groups=2)
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["normal_loop", "overlap_loop"])
 
 
@@ -27,6 +29,8 @@ def scenarios(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
         "max_running": draw(st.integers(1, 6)),
         "max_prefill_tokens": draw(st.integers(1, 40)),
         "overlap": draw(st.booleans()),
+        "mixed": draw(st.booleans()),
+        "sharing": draw(st.sampled_from([None, ALWAYS_SHARE])),
         "cache": draw(st.sampled_from(["radix", "radix", "radix", "naive"])),
     }
     # Prompts begin with one of a few stems, so that they share prefixes of all lengths.
@@ -114,7 +118,7 @@ def test_abort_at_every_step_frees_all_pages(overlap: bool) -> None:
     for step in range(30):
         harness = Harness(overlap=overlap, max_prefill_tokens=5)
         kept = harness.add(list(range(10, 25)), max_tokens=12, ignore_eos=True)
-        dropped = harness.add(list(range(10, 20)) + [3, 4, 5, 6, 8, 9], max_tokens=10, ignore_eos=True)
+        dropped = harness.add([*range(10, 20), 3, 4, 5, 6, 8, 9], max_tokens=10, ignore_eos=True)
         for _ in range(step):
             if harness.pending:
                 harness.tick()
@@ -209,3 +213,55 @@ def test_wrong_books_cost_the_cache_not_the_group(caplog: pytest.LogCaptureFixtu
     assert "3 pages" not in caplog.text
     assert "61 of 64 pages are available" in caplog.text
     assert harness.scheduler.cache.num_available_pages == 64
+
+
+def test_rows_with_one_prefix_share_it_once_and_own_the_rest() -> None:
+    harness = Harness(
+        sharing=ALWAYS_SHARE, mixed=False, max_running=8, num_pages=500, max_seq_len=80, max_prefill_tokens=500
+    )
+    for own in range(6):
+        harness.add([*range(10, 26), 30 + own, 31], max_tokens=10, ignore_eos=True)
+    harness.add([40, 41, 42], max_tokens=10, ignore_eos=True)
+    harness.run()
+    harness.check_outputs()
+    shared = [step.shared for step in harness.engine.steps if step.shared is not None]
+    assert {(*groups.num_rows.tolist(), *groups.num_pages.tolist()) for groups in shared} == {(6, 4)}
+    assert len({groups.version for groups in shared}) == 1
+
+
+def test_the_cut_that_saves_most_reads_is_chosen() -> None:
+    """A short prefix that all rows have loses to two long ones that half of the rows have each."""
+    harness = Harness(
+        sharing=ALWAYS_SHARE, mixed=False, max_running=8, num_pages=500, max_seq_len=80, max_prefill_tokens=500
+    )
+    for own in range(6):
+        stem = [10, 11, 12, 13] + [20 + own % 2] * 24
+        harness.add([*stem, 30 + own], max_tokens=12, ignore_eos=True)
+    harness.run()
+    harness.check_outputs()
+    groups = [step.shared for step in harness.engine.steps if step.num_decode == 6][-1]
+    assert groups is not None
+    assert (groups.num_rows.tolist(), groups.num_pages.tolist()) == ([3, 3], [7, 7])
+
+
+def test_sharing_that_would_not_pay_is_left_alone() -> None:
+    costs = SharingCosts(per_saved_token=1.0, base=100.0, per_row=1.0, per_prefix_token=1.0, min_rows=2)
+    for num_rows, pays in ((2, False), (10, True)):
+        harness = Harness(sharing=costs, mixed=False, max_running=16, num_pages=500, max_prefill_tokens=500)
+        for own in range(num_rows):
+            harness.add([*range(10, 26), 30 + own], max_tokens=4, ignore_eos=True)
+        harness.run()
+        harness.check_outputs()
+        assert any(step.shared is not None for step in harness.engine.steps) == pays
+
+
+def test_freed_slots_are_filled_together() -> None:
+    """Rows that end one by one let new ones in by the handful, in few steps of pieces."""
+    harness = Harness(mixed=False, max_running=64, num_pages=2000, max_prefill_tokens=4096, max_seq_len=256)
+    for i in range(256):
+        harness.add([10, i % 40 + 10], max_tokens=20 + i % 64, ignore_eos=True)
+    harness.run()
+    harness.check_outputs()
+    prefills = [step for step in harness.engine.steps if step.num_decode == 0]
+    assert len(prefills) <= 1 + 192 / 8 + 4
+    assert all(step.is_decode or step.num_decode == 0 for step in harness.engine.steps)

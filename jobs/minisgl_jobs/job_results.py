@@ -1,0 +1,98 @@
+"""Finished results of a job wherever they are: in committed parts, and in Redis for chunks that are being worked on.
+
+Knows where results are, but nothing of tokens or how results are shown. Called by clients.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from minisgl_batch.errors import JobStateError, OutputError
+from minisgl_jobs.dataset import read_batches
+from minisgl_jobs.model import RowResult
+from minisgl_jobs.parts import part_name, read_part, read_part_table
+from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.results import results_to_table, table_to_results
+from minisgl_jobs.spool import decode_result
+from minisgl_jobs.status import JobStatus
+
+
+class JobResults:
+    """The results of one job; reads anew with each call. The output folder must be in reach."""
+
+    def __init__(self, queue: JobQueue, job_id: str) -> None:
+        self._queue = queue
+        self._job_id = job_id
+
+    def batches(self, *, partial: bool = False) -> Iterator[pa.RecordBatch]:
+        """The results in row order, a part at a time.
+
+        Args:
+            partial: those that are finished so far, while the job runs.
+
+        Raises:
+            JobNotFoundError: there is no such job (any more).
+            JobStateError: the job hasn't ended, and `partial` wasn't asked for.
+            OutputError: the folder isn't here, or a part is missing or damaged.
+        """
+        status = self._queue.status(self._job_id)
+        if status.state.is_final:
+            _check_folder(status)
+            return read_batches(Path(status.spec.output))
+        if not partial:
+            raise JobStateError(
+                f"job {self._job_id} is {status.state.value}: wait for its end, or ask for partial results"
+            )
+        chunks = range(status.spec.num_chunks)
+        return (batch for table in self._tables(status, chunks) for batch in table.to_batches())
+
+    def fetch(self, rows: Sequence[range]) -> Iterator[RowResult]:
+        """Results of the rows in these ascending ranges, as far as there are any.
+
+        Raises:
+            JobNotFoundError: there is no such job (any more).
+            OutputError: the folder isn't here, or a part is damaged.
+        """
+        status = self._queue.status(self._job_id)
+        size = status.spec.chunk_rows
+        chunks = sorted({chunk for span in rows for chunk in range(span.start // size, -(-span.stop // size))})
+        starts = [span.start for span in rows]
+        for table in self._tables(status, chunks):
+            for result in table_to_results(table):
+                if result.row_index in rows[max(0, bisect_right(starts, result.row_index) - 1)]:
+                    yield result
+
+    def _tables(self, status: JobStatus, chunks: Iterable[int]) -> Iterator[pa.Table]:
+        """The results of each of these chunks that has any."""
+        _check_folder(status)
+        leased = {lease.chunk for lease in status.leases}
+        for chunk in chunks:
+            # The spool first: it goes when the part comes.
+            spooled = self._queue.spooled(self._job_id, chunk) if chunk in leased else {}
+            path = Path(status.spec.output) / part_name(chunk)
+            if path.is_file():
+                yield _merge(path, spooled, status)
+            elif spooled:
+                yield results_to_table(map(decode_result, spooled.values()), token_ids=status.spec.token_ids)
+
+
+def _merge(path: Path, spooled: dict[tuple[int, int], bytes], status: JobStatus) -> pa.Table:
+    """A part's results; where a retry runs its chunk again, with those that are new and without the old error rows."""
+    table = read_part_table(path)
+    if status.state.is_final or status.epoch == 0 or status.epoch == read_part(path).info.epoch:
+        return table
+    results = {(old.row_index, old.sample_index): old for old in table_to_results(table) if old.status == "ok"}
+    results |= {key: decode_result(encoded) for key, encoded in spooled.items()}
+    return results_to_table(results.values(), token_ids=status.spec.token_ids)
+
+
+def _check_folder(status: JobStatus) -> None:
+    if status.rows_done and not Path(status.spec.output).is_dir():
+        raise OutputError(
+            f"{status.spec.output}, where the results of job {status.job_id} are, isn't on this machine: "
+            "share the folder with the workers, or ask on their machine"
+        )

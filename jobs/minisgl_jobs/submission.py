@@ -1,0 +1,229 @@
+"""A job that is ready to be queued: its input read to the end and checked, its chunks encoded and kept in a file.
+
+Nothing of a job goes to Redis before all of it is known to be good. In between it is here, and memory stays flat
+whatever the input's size. Knows nothing of Redis. Called by the client and the command line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import tempfile
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from minisgl_batch.errors import InvalidParameterError, OutputError, UsageError
+from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
+from minisgl_jobs.chunks import chunk_sha256, encode_chunk, iter_chunks
+from minisgl_jobs.dataset import check_output
+from minisgl_jobs.faults import FaultLog
+from minisgl_jobs.keys import is_job_id
+from minisgl_jobs.model import MAX_CHUNK_ROWS, InputInfo, JobSpec, Priority, Row
+from minisgl_jobs.rows import ReadOptions, RowReader
+from minisgl_jobs.sources import STDIN, object_lines, open_input
+
+Source: TypeAlias = str | os.PathLike[str] | Iterable[Any]
+"""A path, "-" for stdin, or rows as dicts or prompts."""
+
+DEFAULT_OUTPUTS = "outputs"
+NUM_EXAMPLES = 3
+_IN_MEMORY_BYTES = 16 << 20
+_MAX_STEM_CHARS = 40
+
+
+class Submission:
+    """Use as a context manager; `Client.submit_prepared` sends it.
+
+    Attributes:
+        spec: the job.
+        overwrite: whether a dataset in the output folder is to be removed.
+        faults: of rows that are recorded as error rows.
+        models: models that OpenAI lines name, the first few; the job runs on its own.
+        examples: its first rows.
+    """
+
+    def __init__(self, spec: JobSpec, rows: _CheckedRows, *, overwrite: bool) -> None:
+        self.spec = spec
+        self.overwrite = overwrite
+        self.faults: FaultLog = rows.reader.faults
+        self.models: list[str] = rows.reader.models
+        self.examples: list[Row] = rows.examples
+        self._chunks = rows.chunks
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all payloads together."""
+        return self._chunks.num_bytes
+
+    def payloads(self) -> Iterator[tuple[int, bytes]]:
+        """Each chunk and its payload, as `JobQueue.append` takes them."""
+        return enumerate(self._chunks)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._chunks.close()
+
+    def __enter__(self) -> Submission:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def prepare(
+    source: Source,
+    *,
+    model: str,
+    output: str | os.PathLike[str] | None = None,
+    params: SamplingParams | None = None,
+    read: ReadOptions | None = None,
+    priority: Priority | str = Priority.NORMAL,
+    chunk_rows: int = MAX_CHUNK_ROWS,
+    seed: int | None = None,
+    token_ids: bool = False,
+    overwrite: bool = False,
+    job_id: str | None = None,
+) -> Submission:
+    """Read an input to its end and check all of it; nothing is queued or changed.
+
+    Arguments as `Client.submit`; `read` holds those that say how rows are read.
+
+    Raises:
+        InvalidInputError: the input can't be read or has faults, which it lists, or holds no rows.
+        OutputError: the output folder holds a dataset, or can't be written.
+        UsageError: an argument has a value that can't be used; names it.
+    """
+    job_id = new_job_id(source) if job_id is None else job_id
+    folder = output_folder(output, job_id)
+    _check_arguments(source, model, chunk_rows, seed, job_id)
+    level = _priority(priority)
+    check_output(folder, overwrite=overwrite)
+    read = read or ReadOptions()
+    if isinstance(source, str | os.PathLike):
+        with open_input(source) as lines:
+            rows = _CheckedRows(lines.name, lines, read, chunk_rows)
+            info = lines.info()
+    else:
+        rows = _CheckedRows("rows", object_lines(source), read, chunk_rows)
+        info = InputInfo()
+    spec = JobSpec(
+        job_id=job_id,
+        model=model,
+        num_rows=rows.reader.num_rows,
+        chunk_rows=chunk_rows,
+        output=str(folder),
+        params=params or SamplingParams(),
+        seed=secrets.randbelow(MAX_SEED) if seed is None else seed,
+        system=read.system,
+        priority=level,
+        submitted_at=time.time(),
+        token_ids=token_ids,
+        chat=rows.examples[0].messages is not None,
+        input=info,
+        rows_sha256=rows.sha256,
+    )
+    return Submission(spec, rows, overwrite=overwrite)
+
+
+def new_job_id(source: Source) -> str:
+    """A name that tells where the rows are from and when, such as `prompts-20261130-1a2b3c4d`."""
+    name = "rows"
+    if isinstance(source, str | os.PathLike):
+        path = os.fspath(source)
+        name = "stdin" if path == STDIN else Path(path).name.lstrip(".").partition(".")[0]
+    stem = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:_MAX_STEM_CHARS] or "rows"
+    return f"{stem}-{time.strftime('%Y%m%d')}-{secrets.token_hex(4)}"
+
+
+def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Path:
+    """The absolute path of a job's output folder, by default `outputs/<job_id>` here.
+
+    Raises:
+        InvalidParameterError: it isn't a local folder's name.
+    """
+    name = os.fspath(output) if output is not None else os.path.join(DEFAULT_OUTPUTS, job_id)
+    if not name or "\0" in name or re.match(r"[a-z][a-z0-9+.-]+://", name):
+        raise InvalidParameterError("output", f"must be a local folder, got {name!r}")
+    return Path(os.path.abspath(os.path.expanduser(name)))
+
+
+def _check_arguments(source: Source, model: str, chunk_rows: int, seed: int | None, job_id: str) -> None:
+    if isinstance(source, Mapping):
+        raise UsageError("the rows must be a list or another iterable of rows, not a single one: write [row]")
+    if not model:
+        raise InvalidParameterError("model", "is empty: give the name that the workers serve")
+    if not 1 <= chunk_rows <= MAX_CHUNK_ROWS:
+        raise InvalidParameterError("chunk_rows", f"must be between 1 and {MAX_CHUNK_ROWS}, got {chunk_rows}")
+    if seed is not None and not 0 <= seed <= MAX_SEED:
+        raise InvalidParameterError("seed", f"must be between 0 and {MAX_SEED}, got {seed}")
+    if not is_job_id(job_id):
+        raise InvalidParameterError("job_id", f"must be up to 128 letters, digits, '_' and '-', got {job_id!r}")
+
+
+def _priority(priority: Priority | str) -> Priority:
+    try:
+        return Priority(priority)
+    except ValueError:
+        names = ", ".join(level.value for level in Priority)
+        raise InvalidParameterError("priority", f"must be one of {names}, got {priority!r}") from None
+
+
+class _CheckedRows:
+    """The rows of an input after they were all read."""
+
+    def __init__(self, name: str, lines: Iterable[bytes], options: ReadOptions, chunk_rows: int) -> None:
+        self.reader = RowReader(name, options)
+        self.chunks = _ChunkFile()
+        self.examples: list[Row] = []
+        self._sha256 = hashlib.sha256()
+        try:
+            for rows in iter_chunks(self.reader.rows(lines), chunk_rows):
+                self.examples += rows[: NUM_EXAMPLES - len(self.examples)]
+                self.chunks.add(encode_chunk(rows))
+                self._sha256.update(chunk_sha256(rows).encode())
+        except BaseException:
+            self.chunks.close()
+            raise
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+
+class _ChunkFile:
+    """Payloads in a file without a name, or in memory while they are small. Iterating reads them in order."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES)  # noqa: SIM115 (closed by close)
+        self._sizes = array("Q")
+        self.num_bytes = 0
+
+    def add(self, payload: bytes) -> None:
+        try:
+            self._file.write(payload)
+            self._file.flush()
+        except OSError as error:
+            folder = tempfile.gettempdir()
+            raise OutputError(
+                f"the checked rows can't be kept in {folder}: {error.strerror}; set TMPDIR to a folder with more room"
+            ) from error
+        self._sizes.append(len(payload))
+        self.num_bytes += len(payload)
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._file.seek(0)
+        for size in self._sizes:
+            yield self._file.read(size)
+
+    def close(self) -> None:
+        with suppress(OSError):  # the file is closed; what had no room in it isn't wanted any more
+            self._file.close()

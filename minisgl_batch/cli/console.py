@@ -1,0 +1,145 @@
+"""How the command line talks: data on standard output, all else on standard error, plain where it isn't a terminal.
+
+Text of users and models is never printed raw to a terminal, and tables never cut a cell. Knows nothing of jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from minisgl_batch.errors import Fault, InvalidInputError, MiniSGLError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
+
+def talk(message: str) -> None:
+    """Tell the user something that isn't data."""
+    click.echo(message, err=True)
+
+
+def show_error(error: MiniSGLError) -> None:
+    """Say what went wrong; faults of an input as a table."""
+    if isinstance(error, InvalidInputError) and error.faults:
+        talk(f"Error: {str(error).splitlines()[0]}")
+        show_faults(error.faults, error.num_faults)
+    else:
+        talk(f"Error: {error}")
+
+
+def show_faults(faults: Sequence[Fault], num_faults: int) -> None:
+    """The first faults of an input as a table; on a terminal as one that fits it."""
+    from minisgl_jobs.faults import COLUMNS, render_faults
+
+    if not sys.stderr.isatty():
+        talk(render_faults(faults, num_faults))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*COLUMNS)
+    table.columns[0].justify = "right"
+    for column in table.columns[:2]:
+        column.no_wrap = True
+    for fault in faults:
+        table.add_row(*map(Text, (str(fault.line), fault.field or "-", fault.problem, fault.hint)))
+    stderr_console().print(table)
+    if num_faults > len(faults):
+        talk(f"... and {num_faults - len(faults):,} more")
+
+
+def talk_of_warnings() -> None:
+    """Show what our own modules log, from warnings on."""
+    root = logging.getLogger()
+    if not any(isinstance(handler, _TalkHandler) for handler in root.handlers):
+        root.addHandler(_TalkHandler(logging.WARNING))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on standard output, a row a line; too long ones are left to the terminal to wrap."""
+    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
+    print_line("  ".join(name.ljust(width) for name, width in zip(columns, widths, strict=True)).rstrip(), style="bold")
+    for row in rows:
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_fields(fields: Sequence[tuple[str, str]]) -> None:
+    """Names and values on standard output, one a line; empty values are left out."""
+    width = max(len(name) for name, _ in fields)
+    for name, value in fields:
+        if value:
+            print_line(f"{name.ljust(width)}  {value}", bold_chars=width)
+
+
+def print_line(text: str, *, style: str = "", bold_chars: int = 0) -> None:
+    """One line on standard output, whatever its length."""
+    if not sys.stdout.isatty():
+        click.echo(text)
+        return
+    from rich.text import Text
+
+    line = Text(text, style=style)
+    line.stylize("bold", 0, bold_chars)
+    stdout_console().print(line, soft_wrap=True)
+
+
+def stderr_console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False)
+
+
+def stdout_console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False)
+
+
+def one_line(text: str, max_chars: int | None = None) -> str:
+    """Text of a user or a model as one harmless line: control characters are shown as escapes, such as `\\n`."""
+    from minisgl_jobs.faults import UNSAFE
+
+    text = UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+    return text if max_chars is None or len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+
+
+def duration(seconds: float) -> str:
+    """Such as `4.2 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    for size, unit, smaller_size, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // smaller_size
+            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
+def size(num_bytes: int) -> str:
+    """Such as `462 bytes`, `12 KiB`, `1.4 GiB`."""
+    if num_bytes < 1024:
+        return count(num_bytes, "byte")
+    amount, units = num_bytes / 1024, iter(("KiB", "MiB", "GiB"))
+    unit = next(units)
+    while amount >= 1000 and (larger := next(units, "")):
+        amount, unit = amount / 1024, larger
+    return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:,.0f} {unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """Such as `1 row` and `1,200 rows`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+class _TalkHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        talk(f"{record.levelname.lower()}: {record.getMessage()}")

@@ -1,0 +1,169 @@
+"""`minisgl-batch submit --dry-run`: what a job would come to, without queueing it."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from minisgl_batch.cli.console import count, duration, one_line, print_fields, print_line, size, talk
+from minisgl_batch.cli.service import open_client
+from minisgl_batch.cli.worker import missing_engine_modules
+from minisgl_batch.errors import RedisUnavailableError, RequestError
+from minisgl_batch.hub import model_path
+from minisgl_jobs.chunks import decode_chunk
+from minisgl_jobs.model import JobSpec, Row
+from minisgl_jobs.submission import Submission
+
+BAR_CHARS = 40
+
+
+@dataclass
+class TokenCounts:
+    """What a model's tokenizer makes of all rows.
+
+    Attributes:
+        context: the model's, in tokens.
+        prompt_tokens: of each row that can be served, for each of its samples once.
+        max_output_tokens: most tokens that these rows may generate, samples included.
+        num_refused, first_refused: rows that the model can't serve, and why the first one.
+        num_too_long: those of them that don't fit into the context.
+    """
+
+    context: int
+    prompt_tokens: array[int] = field(default_factory=lambda: array("I"))
+    max_output_tokens: int = 0
+    num_refused: int = 0
+    num_too_long: int = 0
+    first_refused: str = ""
+
+    def refuse(self, row: Row, error: RequestError) -> None:
+        self.num_refused += 1
+        self.num_too_long += error.error_type == "prompt_too_long"
+        self.first_refused = self.first_refused or f"row {row.row_index}: {error}"
+
+
+def dry_run(submission: Submission, redis_url: str | None, *, as_json: bool) -> None:
+    """Print what a job would come to; tokens only where the engine is installed."""
+    spec = submission.spec
+    missing = missing_engine_modules()
+    tokens = None if missing else count_tokens(submission)
+    rate = _current_rate(redis_url, spec.model) if tokens else 0.0
+    if as_json:
+        click.echo(json.dumps(_record(submission, tokens, rate)))
+        return
+    print_fields(_fields(submission, tokens, rate))
+    if tokens and tokens.prompt_tokens:
+        print_line("")
+        _print_histogram(tokens.prompt_tokens)
+    if missing:
+        talk(f"tokens aren't counted without {', '.join(missing)}: pip install 'minisgl-batch[engine]'")
+    talk("nothing was queued")
+
+
+def count_tokens(submission: Submission) -> TokenCounts:
+    """Tokenize all rows as a worker would.
+
+    Raises:
+        ModelError: there is no such model, or it has no usable tokenizer.
+    """
+    from minisgl_batch.tokenizer import ModelTokenizer, resolve_request
+
+    spec = submission.spec
+    tokenizer = ModelTokenizer.load(model_path(spec.model, weights=False))
+    counts = TokenCounts(context=tokenizer.max_len)
+    for _, payload in submission.payloads():
+        rows = [row for row in decode_chunk(payload) if row.error is None]
+        encoded = tokenizer.encode_inputs([row.input for row in rows], system=spec.system)
+        for row, ids in zip(rows, encoded, strict=True):
+            try:
+                if isinstance(ids, RequestError):
+                    raise ids
+                resolved = resolve_request(
+                    tokenizer,
+                    ids,
+                    row.params,
+                    spec.params,
+                    max_len=tokenizer.max_len,
+                    job_seed=spec.seed,
+                    row_index=row.row_index,
+                )
+            except RequestError as error:
+                counts.refuse(row, error)
+                continue
+            counts.prompt_tokens.append(len(ids))
+            counts.max_output_tokens += sum(sampling.max_tokens for sampling in resolved.samples)
+    return counts
+
+
+def _current_rate(redis_url: str | None, model: str) -> float:
+    """Tokens per second that the model's workers make now; 0 when that can't be said."""
+    try:
+        with open_client(redis_url) as client:
+            return sum(worker.tokens_per_s for worker in client.workers(model=model))
+    except RedisUnavailableError as error:
+        talk(f"no estimate of the time: {error}")
+        return 0.0
+
+
+def _fields(submission: Submission, tokens: TokenCounts | None, rate: float) -> list[tuple[str, str]]:
+    spec = submission.spec
+    found = [("rows", f"{spec.num_rows:,} in {count(spec.num_chunks, 'chunk')}, {size(submission.num_bytes)} in Redis")]
+    if submission.faults.num_faults:
+        found.append(("faulty", f"{submission.faults.num_faults:,} become error rows"))
+    if tokens is None:
+        return found
+    lengths = tokens.prompt_tokens
+    if lengths:
+        spread = f"{sum(lengths) / len(lengths):,.0f} a row, {min(lengths):,} to {max(lengths):,}"
+        found.append(("prompt tokens", f"{sum(lengths):,} ({spread})"))
+        found.append(("output tokens", f"at most {tokens.max_output_tokens:,}{_bound(spec)}"))
+    if tokens.num_refused:
+        what = f"{count(tokens.num_refused, 'row')} can't be served, {tokens.num_too_long:,} of them too long"
+        found.append(("refused", f"{what} for the context of {tokens.context:,} tokens"))
+        found.append(("", one_line(tokens.first_refused)))
+    if rate:
+        time_left = duration(tokens.max_output_tokens / rate)
+        found.append(("time", f"at most {time_left} at the {rate:,.0f} tok/s that its workers make now"))
+    return found
+
+
+def _bound(spec: JobSpec) -> str:
+    return "" if spec.params.max_tokens else ", up to the context where a row has no max_tokens"
+
+
+def _record(submission: Submission, tokens: TokenCounts | None, rate: float) -> dict[str, Any]:
+    spec = submission.spec
+    record: dict[str, Any] = {
+        "model": spec.model,
+        "num_rows": spec.num_rows,
+        "num_chunks": spec.num_chunks,
+        "num_faults": submission.faults.num_faults,
+        "num_bytes": submission.num_bytes,
+    }
+    if tokens is not None:
+        record |= {
+            "context": tokens.context,
+            "prompt_tokens": sum(tokens.prompt_tokens),
+            "longest_prompt_tokens": max(tokens.prompt_tokens, default=0),
+            "max_output_tokens": tokens.max_output_tokens,
+            "num_refused": tokens.num_refused,
+            "num_too_long": tokens.num_too_long,
+            "max_seconds": tokens.max_output_tokens / rate if rate else None,
+        }
+    return record
+
+
+def _print_histogram(lengths: array[int]) -> None:
+    """Rows by prompt length, in ranges that double."""
+    exponents = Counter(length.bit_length() - 1 for length in lengths)
+    tallest = max(exponents.values())
+    print_line(f"{'prompt tokens':>17}  {'rows':>10}", style="bold")
+    for exponent in range(min(exponents), max(exponents) + 1):
+        num_rows = exponents[exponent]
+        span = f"{1 << exponent:,} to {(2 << exponent) - 1:,}"
+        print_line(f"{span:>17}  {num_rows:>10,}  {'#' * -(-num_rows * BAR_CHARS // tallest)}")

@@ -1,0 +1,87 @@
+"""The `minisgl-batch` command: its subcommands, each loaded when it is used, and how errors become exit codes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import click
+
+from minisgl_batch._version import __version__
+from minisgl_batch.cli.console import INTERRUPTED, show_error, talk, talk_of_warnings
+from minisgl_batch.errors import InvalidParameterError, MiniSGLError
+
+# name -> what its help says first; the module of the same name under minisgl_batch.cli is imported on use.
+COMMANDS = {
+    "run": "Turn a file of prompts into a dataset, all in one.",
+    "worker": "Serve a model: run jobs until stopped.",
+    "submit": "Check a file of prompts and queue it as a job.",
+    "status": "Show how far a job is.",
+    "tail": "Show a job's texts as they are generated.",
+    "results": "Write a job's results as JSONL, OpenAI batch output, CSV or Parquet.",
+    "cancel": "Stop a job; finished rows stay.",
+    "jobs": "List jobs, newest first.",
+    "workers": "List living workers.",
+}
+EXIT_CODES = """\b
+Exit codes:
+  0    all went well: every row succeeded
+  1    some rows or the job failed, or something went wrong on the way
+  2    bad usage: an option, or rows of the input, can't be used
+  130  interrupted
+"""
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name, so that `--help` and completion import none of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(f"minisgl_batch.cli.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InvalidParameterError as error:
+            raise click.UsageError(f"{self._option(ctx, error.field)}: {error.reason}") from error
+        except MiniSGLError as error:
+            show_error(error)
+            raise click.exceptions.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            talk("interrupted")
+            raise click.exceptions.Exit(INTERRUPTED) from error
+
+    def _option(self, ctx: click.Context, field: str) -> str:
+        """How the user wrote a parameter that our own checks name by its field."""
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        options = {param.name: max(param.opts, key=len) for param in command.params} if command else {}
+        return options.get(field, field)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
+@click.version_option(__version__, prog_name="minisgl-batch")
+def cli() -> None:
+    """Offline LLM inference as a service: prompts in, Parquet out.
+
+    `run` does all in one. Or start a `worker` in one terminal, `submit` jobs in another, and watch them with `tail` or
+    `status`. Without --redis (or MINISGL_REDIS) they use a Redis server of their own, which is started when needed.
+    """
+    talk_of_warnings()
+
+
+def main() -> None:
+    """The console script."""
+    cli(prog_name="minisgl-batch")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Options that several commands share, and the records that are built from them. Imports nothing slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar, get_args
+
+import click
+
+from minisgl_batch.config import CacheKind, Dtype, EngineConfig
+from minisgl_batch.sampling_params import SamplingParams
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_COUNT = click.IntRange(min=1)
+_SAMPLING_FIELDS = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "ignore_eos")
+_READ_FIELDS = ("system", "template", "chat", "limit", "on_error")
+_SUBMISSION_FIELDS = ("model", "output", "seed", "chunk_rows", "token_ids", "overwrite", "job_id")
+
+
+def _all(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    def decorate(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+redis_option = click.option(
+    "--redis",
+    "redis_url",
+    metavar="URL",
+    envvar="MINISGL_REDIS",
+    help="redis://, rediss://, unix:// or redis+sentinel:// URL.  [env: MINISGL_REDIS; default: a server of its own]",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+job_argument = click.argument("job_id", metavar="JOB")
+model_option = click.option(
+    "--model",
+    metavar="MODEL",
+    envvar="MINISGL_MODEL",
+    required=True,
+    help='"demo", a folder in Hugging Face format, or a hub id.',
+)
+
+
+def _engine_option(name: str, help_text: str, **settings: Any) -> Callable[[Function], Function]:
+    variable = "MINISGL_" + name.partition("/")[0].removeprefix("--").upper().replace("-", "_")
+    return click.option(name, envvar=variable, help=f"{help_text}  [env: {variable}]", **settings)
+
+
+engine_options = _all(
+    _engine_option("--page-size", "Tokens per KV cache page.", type=_COUNT),
+    _engine_option("--num-pages", "KV cache pages; by default, as memory allows.", type=_COUNT),
+    _engine_option("--max-running", "Most requests in one decode step.", type=_COUNT),
+    _engine_option("--max-prefill-tokens", "Token budget of one prefill step.", type=_COUNT),
+    _engine_option("--max-seq-len", "Longest prompt + output; by default the model's context.", type=_COUNT),
+    _engine_option("--memory-ratio", "Share of free memory for weights and KV cache.", type=click.FloatRange(0, 1)),
+    _engine_option("--dtype", "Compute type.", type=click.Choice(get_args(Dtype)), default="auto"),
+    _engine_option("--attention-backend", "A backend, or PREFILL,DECODE.", default="auto", metavar="NAME"),
+    _engine_option("--cache", "Reuse prefixes, or not.", type=click.Choice(get_args(CacheKind)), default="radix"),
+    _engine_option("--overlap/--no-overlap", "Prepare a step while another runs.", default=None),
+    _engine_option("--dummy-weights", "Random weights, for benchmarks.", is_flag=True),
+    _engine_option("--device", "Where to compute.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
+    _engine_option("--served-model-name", "What jobs call the model.", metavar="NAME"),
+)
+
+sampling_options = _all(
+    click.option("--max-tokens", type=int, help="Most tokens to generate a row; by default, up to the context."),
+    click.option("--temperature", type=float, help="0 is greedy.  [default: the model's]"),
+    click.option("--top-p", type=float, help="Keep the smallest set of tokens of this probability."),
+    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
+    click.option("--min-p", type=float, help="Drop tokens below this share of the best one's probability."),
+    click.option("--seed", type=int, help="Make the job repeatable.  [default: random, recorded]"),
+    click.option("--n", type=int, help="Samples per row."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Cut the text before this; may be repeated."),
+    click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
+)
+
+input_options = _all(
+    click.option("-o", "--output", metavar="DIR", help="Folder of the dataset.  [default: outputs/JOB]"),
+    click.option("--overwrite", is_flag=True, help="Remove a dataset that is in the output folder."),
+    click.option("--system", metavar="TEXT", help="System message for rows that have none."),
+    click.option("--template", metavar="TEXT", help="Make each prompt from the row's fields: 'Translate: {text}'."),
+    click.option(
+        "--chat/--no-chat",
+        default=None,
+        help="Send prompts as chat messages, or as they are.  [default: as they are; as chat with a system message or "
+        "a template]",
+    ),
+    click.option("--limit", type=_COUNT, help="Only the first so many rows."),
+    click.option(
+        "--on-error",
+        type=click.Choice(["fail", "record"]),
+        default="fail",
+        show_default=True,
+        help="What rows that can't be used do: refuse the input, or become error rows.",
+    ),
+    click.option(
+        "--chunk-rows", type=click.IntRange(1, 256), default=256, show_default=True, help="Rows per Parquet part."
+    ),
+    click.option("--token-ids", is_flag=True, help="Write the output_token_ids column."),
+    click.option("--job-id", metavar="NAME", help="Name the job.  [default: the file's name and the date]"),
+)
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """The engine's config in the values of `model_option` and `engine_options`.
+
+    Raises:
+        InvalidParameterError: a value can't be used; names the field.
+    """
+    return EngineConfig(**{field.name: options[field.name] for field in fields(EngineConfig)})
+
+
+def sampling_params(options: dict[str, Any]) -> SamplingParams:
+    """The sampling of a job in the values of `sampling_options`; `--seed` is the job's, not a row's.
+
+    Raises:
+        InvalidParameterError: a value can't be used; names the field.
+    """
+    given = {name: options[name] for name in _SAMPLING_FIELDS}
+    given |= {name: given[name] or None for name in ("stop", "ignore_eos")}
+    return SamplingParams(**given)
+
+
+def prepare_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `minisgl_jobs.submission.prepare` in the values of `input_options` and `sampling_options`.
+
+    Raises:
+        InvalidParameterError: a value can't be used; names the field.
+    """
+    from minisgl_jobs.rows import ReadOptions
+
+    read = ReadOptions(**{name: options[name] for name in _READ_FIELDS})
+    rest = {name: options[name] for name in _SUBMISSION_FIELDS}
+    return {**rest, "params": sampling_params(options), "read": read}

@@ -1,0 +1,73 @@
+"""What a job that has ended came to: its outcome in a few lines, and the exit code for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from minisgl_batch.cli.console import count, duration, one_line, talk
+from minisgl_batch.client import JobHandle
+from minisgl_jobs.dataset import read_manifest
+from minisgl_jobs.model import JobState, Row, RowResult
+from minisgl_jobs.status import JobStatus
+
+NUM_ERRORS_SHOWN = 3
+_PROMPT_CHARS, _TEXT_CHARS = 50, 60
+
+
+def exit_code(state: JobState) -> int:
+    """0 only when every row succeeded."""
+    return 0 if state is JobState.FINISHED else 1
+
+
+def report(status: JobStatus) -> None:
+    """Tell what became of a job that has ended."""
+    manifest = read_manifest(Path(status.spec.output))
+    began = status.started_at or status.queued_at or status.created_at
+    seconds = max((status.finished_at or status.now) - began, 1e-3)
+    details = [f"{count(status.rows_ok, 'row')} ok, {status.rows_error:,} failed in {duration(seconds)}"]
+    if manifest is not None and manifest.completion_tokens:
+        rate = manifest.completion_tokens / seconds
+        details.append(f"{manifest.completion_tokens:,} tokens generated ({rate:,.0f}/s)")
+    if manifest is not None and manifest.cached_tokens:
+        details.append(f"{manifest.cached_tokens / manifest.prompt_tokens:.0%} of prompt tokens from the cache")
+    talk(f"{status.state.value}: {'; '.join(details)}")
+    if status.error:
+        talk(f"why: {one_line(status.error)}")
+
+
+def show_examples(job: JobHandle, examples: Sequence[Row]) -> None:
+    """A few rows as `prompt -> text`, for a first look."""
+    prompts = {row.row_index: _prompt_text(row) for row in examples}
+    for result in islice(job.rows(), len(prompts)):
+        prompt = prompts.get(result.row_index)
+        if prompt is not None and result.sample_index == 0 and result.error is None:
+            talk(f'  "{one_line(prompt, _PROMPT_CHARS)}" -> "{one_line(result.text, _TEXT_CHARS)}"')
+
+
+def show_errors(job: JobHandle, status: JobStatus) -> None:
+    """The first error rows."""
+    errors = (result for result in job.rows() if result.error is not None) if status.rows_error else iter(())
+    for result in islice(errors, NUM_ERRORS_SHOWN):
+        talk(f"  failed: {row_label(result)}: {error_text(result)}")
+    if status.rows_error > NUM_ERRORS_SHOWN:
+        talk(f"  ... and {count(status.rows_error - NUM_ERRORS_SHOWN, 'more row')}")
+
+
+def row_label(result: RowResult) -> str:
+    """What a person calls a result's row."""
+    return one_line(result.custom_id) or f"row {result.row_index}"
+
+
+def error_text(result: RowResult) -> str:
+    """Why a row failed, on one line."""
+    return one_line(f"{result.error.type}: {result.error.message}") if result.error else ""
+
+
+def _prompt_text(row: Row) -> str:
+    if row.prompt is not None:
+        return row.prompt
+    if row.messages:
+        return str(row.messages[-1].get("content") or "")
+    return f"[{len(row.prompt_token_ids or ())} token ids]"

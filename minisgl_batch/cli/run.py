@@ -1,0 +1,130 @@
+"""`minisgl-batch run`: Redis, a worker group and one job, from a file to a dataset, in one command."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import click
+
+from minisgl_batch.cli.console import INTERRUPTED, talk
+from minisgl_batch.cli.local_worker import LocalWorker
+from minisgl_batch.cli.options import (
+    engine_options,
+    input_options,
+    model_option,
+    prepare_options,
+    redis_option,
+    sampling_options,
+)
+from minisgl_batch.cli.progress import follow
+from minisgl_batch.cli.report import exit_code, report, show_errors, show_examples
+from minisgl_batch.cli.service import open_redis
+from minisgl_batch.cli.submit import tell_of_input
+from minisgl_batch.cli.worker import describe_engine, require_engine, worker_options
+from minisgl_batch.client import Client, JobHandle
+from minisgl_batch.errors import JobStateError, OutputError, WorkerError
+from minisgl_jobs.submission import Submission, prepare
+from minisgl_workers.options import WorkerOptions
+
+WORKER_LOG = "_worker.log"  # data tools pass over names with a leading underscore
+
+
+@click.command()
+@click.argument("source", metavar="FILE")
+@model_option
+@input_options
+@sampling_options
+@engine_options
+@redis_option
+@click.option("--verbose", is_flag=True, help="Show the worker's log.  [default: to OUTPUT/_worker.log]")
+@click.pass_context
+def run(ctx: click.Context, /, source: str, redis_url: str | None, verbose: bool, **options: Any) -> None:
+    """Turn a file of prompts into a dataset, all in one.
+
+    FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines; plain, gzip
+    or zstd; "-" is standard input. Prints the folder of the Parquet dataset. Ctrl-C cancels; finished rows stay.
+    """
+    require_engine()
+    served_name = options["served_model_name"] or options["model"]
+    with (
+        prepare(source, **{**prepare_options(options), "model": served_name}) as submission,
+        _sigterm_as_interrupt(),
+    ):
+        tell_of_input(submission)
+        with open_redis(redis_url, private=True) as url, Client(url) as client:
+            job, is_interrupted = _run_job(client, submission, worker_options(options, url), verbose=verbose)
+            status = job.status()
+            report(status)
+            if not is_interrupted:
+                show_examples(job, submission.examples)
+                show_errors(job, status)
+    if is_interrupted:
+        talk("to run all rows, start again with --overwrite or another --output")
+    click.echo(status.spec.output)
+    ctx.exit(INTERRUPTED if is_interrupted else exit_code(status.state))
+
+
+def _run_job(
+    client: Client, submission: Submission, options: WorkerOptions, *, verbose: bool
+) -> tuple[JobHandle, bool]:
+    """Run the job to its end; tells whether that was by a Ctrl-C."""
+    output = Path(submission.spec.output)
+    with _worker_log(output, verbose) as log:
+        try:
+            with LocalWorker(options, log) as worker:
+                talk(f"starting a worker for {options.model}")
+                talk(f"ready ({describe_engine(worker.wait_ready())})")
+                job = client.submit_prepared(submission)
+                return job, _follow(job, worker, live=not verbose)
+        except WorkerError:
+            if log is not None:
+                talk(f"the worker's log is {output / WORKER_LOG}")
+            raise
+
+
+def _follow(job: JobHandle, worker: LocalWorker, *, live: bool) -> bool:
+    """Wait for the job's end; tells whether a Ctrl-C brought it."""
+    try:
+        follow(job, live=live, check=worker.check)
+    except KeyboardInterrupt:
+        talk("canceling, finished rows are kept; Ctrl-C again stops at once")
+        try:
+            job.cancel()
+        except JobStateError as error:  # all rows were done
+            talk(str(error))
+        follow(job, live=live, check=worker.check)
+        return True
+    return False
+
+
+@contextmanager
+def _worker_log(output: Path, verbose: bool) -> Iterator[IO[bytes] | None]:
+    """Where the worker's log goes; None is standard error."""
+    if verbose:
+        yield None
+        return
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        log = (output / WORKER_LOG).open("wb")
+    except OSError as error:
+        raise OutputError(f"{output} can't be written: {error.strerror}") from error
+    with log:
+        yield log
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """A SIGTERM ends a run as Ctrl-C does."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,94 @@
+"""`minisgl-batch submit`: checks a file of prompts and queues it, or only says what it would come to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from minisgl_batch.cli.console import count, show_faults, talk
+from minisgl_batch.cli.dry_run import dry_run
+from minisgl_batch.cli.options import (
+    input_options,
+    json_option,
+    model_option,
+    prepare_options,
+    redis_option,
+    sampling_options,
+)
+from minisgl_batch.cli.progress import follow
+from minisgl_batch.cli.report import exit_code, report, show_errors, show_examples
+from minisgl_batch.cli.service import open_client
+from minisgl_jobs.model import Priority
+from minisgl_jobs.submission import Submission, prepare
+
+
+@click.command()
+@click.argument("source", metavar="FILE")
+@model_option
+@input_options
+@sampling_options
+@redis_option
+@click.option(
+    "--priority",
+    type=click.Choice([level.value for level in Priority]),
+    default=Priority.NORMAL.value,
+    show_default=True,
+    help="Which jobs are served first.",
+)
+@click.option("--dry-run", "is_dry_run", is_flag=True, help="Queue nothing: count rows and tokens, and estimate.")
+@click.option("--wait", is_flag=True, help="Show progress until the job has ended.")
+@json_option
+@click.pass_context
+def submit(
+    ctx: click.Context,
+    /,
+    source: str,
+    redis_url: str | None,
+    priority: str,
+    is_dry_run: bool,
+    wait: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Check a file of prompts and queue it as a job.
+
+    FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines; plain, gzip
+    or zstd; "-" is standard input. Prints the job's id. Nothing is queued when any row can't be used.
+    """
+    with prepare(source, priority=priority, **prepare_options(options)) as submission:
+        tell_of_input(submission)
+        if is_dry_run:
+            dry_run(submission, redis_url, as_json=as_json)
+            return
+        with open_client(redis_url) as client:
+            job = client.submit_prepared(submission)
+            status = job.status()
+            spec = status.spec
+            if as_json:
+                record = {"job_id": job.id, "model": spec.model, "num_rows": spec.num_rows, "output": spec.output}
+                click.echo(json.dumps({**record, "waiting": status.waiting or None}))
+            else:
+                click.echo(job.id)
+            talk(f"{count(spec.num_rows, 'row')} queued for {spec.model}, to be written to {spec.output}")
+            client.warn_if_unserved(spec.model)
+            if not wait:
+                talk(f"watch it: minisgl-batch tail {job.id}")
+                return
+            ended = follow(job)
+            report(ended)
+            show_examples(job, submission.examples)
+            show_errors(job, ended)
+    ctx.exit(exit_code(ended.state))
+
+
+def tell_of_input(submission: Submission) -> None:
+    """What a user should know about an input that can be used all the same."""
+    faults = submission.faults
+    if faults.num_faults:
+        talk(f"{faults.num_faults} of {count(submission.spec.num_rows, 'row')} can't be used and become error rows:")
+        show_faults(faults.first, faults.num_faults)
+    others = [model for model in submission.models if model != submission.spec.model]
+    if others:
+        talk(f"the input names {', '.join(others)}; the job runs on {submission.spec.model}")

@@ -1,0 +1,83 @@
+"""`minisgl-batch worker`: a worker group in the foreground."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import click
+
+from minisgl_batch.cli.console import talk
+from minisgl_batch.cli.options import engine_config, engine_options, model_option, redis_option
+from minisgl_batch.cli.service import open_redis
+from minisgl_batch.errors import UsageError
+from minisgl_jobs.connection import safe_url
+from minisgl_jobs.leases import LEASE_S
+from minisgl_workers.options import WorkerOptions
+from minisgl_workers.process import setup_logging
+
+_ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq")
+
+
+@click.command()
+@model_option
+@redis_option
+@engine_options
+@click.option("--lease-s", type=click.FloatRange(min=0.5), default=LEASE_S, show_default=True, hidden=True)
+@click.option(
+    "--drain-s",
+    type=click.FloatRange(min=0),
+    default=20.0,
+    show_default=True,
+    help="How long running rows may go on after the first Ctrl-C or SIGTERM, in seconds.",
+)
+def worker(redis_url: str | None, **options: Any) -> None:
+    """Serve a model: run jobs until stopped.
+
+    The first Ctrl-C (or SIGTERM) drains: rows that run may finish, others are handed back. A second one stops at once;
+    nothing is lost in either case.
+    """
+    require_engine()
+    setup_logging("worker")
+    from minisgl_workers.group import run_worker
+
+    with open_redis(redis_url) as url:
+        configured = worker_options(options, url)
+
+        def ready(info: dict[str, dict[str, Any]]) -> None:
+            source = f"jobs for {configured.model} from {safe_url(configured.redis_url)}"
+            talk(f"serving {source} ({describe_engine(info)})")
+
+        run_worker(configured, ready)
+
+
+def require_engine() -> None:
+    """Raise UsageError where only the client is installed."""
+    missing = missing_engine_modules()
+    if missing:
+        raise UsageError(f"the engine isn't installed ({', '.join(missing)}): pip install 'minisgl-batch[engine]'")
+
+
+def missing_engine_modules() -> list[str]:
+    """Packages of the `engine` extra that aren't installed."""
+    return [name for name in _ENGINE_MODULES if importlib.util.find_spec(name) is None]
+
+
+def worker_options(options: dict[str, Any], redis_url: str) -> WorkerOptions:
+    """A worker group's options in the values of a command's.
+
+    Raises:
+        InvalidParameterError: a value can't be used; names the field.
+    """
+    timing = {name: options[name] for name in ("lease_s", "drain_s") if name in options}
+    return WorkerOptions(
+        engine=engine_config(options),
+        redis_url=redis_url,
+        served_model_name=options["served_model_name"],
+        **timing,
+    )
+
+
+def describe_engine(info: dict[str, dict[str, Any]]) -> str:
+    """What a group that serves now runs on, from the ready information of its processes."""
+    return ", ".join(f"{name} {value}" for name, value in info["frontend"]["engine"].items())

@@ -1,0 +1,53 @@
+"""How much memory the KV pool may take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from minisgl_batch.errors import ModelError
+
+CPU_MEMORY_RATIO = 0.4  # other programs live on a CPU's memory too
+GPU_MEMORY_RATIO = 0.9
+
+
+def available_bytes(device: torch.device, memory_ratio: float | None) -> int:
+    """Memory for weights and KV pool together, before either is allocated."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * (memory_ratio or GPU_MEMORY_RATIO))
+    return int(_host_memory_left() * (memory_ratio or CPU_MEMORY_RATIO))
+
+
+def num_pages(budget_bytes: int, page_bytes: int, page_size: int, useful_tokens: int) -> int:
+    """Pages that fit into what the weights left, but no more than all slots can ever use.
+
+    Args:
+        budget_bytes: left for the pool.
+        page_bytes: of one page over all layers.
+        useful_tokens: of all slots at their longest.
+
+    Raises:
+        ModelError: not even one page fits.
+    """
+    pages = min(budget_bytes // page_bytes, -(-useful_tokens // page_size))
+    if pages < 1:
+        raise ModelError(
+            f"no memory is left for the KV cache: the weights leave {max(budget_bytes, 0) / 2**20:.0f} MiB and a page "
+            f"of {page_size} tokens takes {page_bytes / 2**20:.1f} MiB. Raise --memory-ratio, free memory or use a "
+            "smaller model"
+        )
+    return int(pages)
+
+
+def _host_memory_left() -> int:
+    """What this process may still take: of the machine, or of its control group where that is less."""
+    left = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return left  # no version 2 control groups here
+    return left if limit == "max" else max(0, min(left, int(limit) - used))

@@ -1,0 +1,76 @@
+"""Self-attention: projections, norms of queries and keys, rotation, and a call of the attention backend.
+
+Knows nothing of pages or of how a step was scheduled: that is between the backend and the step in the context. Used
+by the models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from minisgl_batch.attention.base import AttnSpec, ForwardContext
+from minisgl_batch.distributed.group import TPGroup
+from minisgl_batch.layers.linear import LinearQKVMerged, LinearRowParallel
+from minisgl_batch.layers.norm import RMSNorm
+from minisgl_batch.layers.rotary import Rope, rotate
+
+
+class SelfAttention(nn.Module):
+    """This rank's heads of one layer's attention.
+
+    Args:
+        layer: its number in the model, which the backend finds its part of the KV pool by.
+        qkv_bias, output_bias: whether the projections have one.
+        qk_norm_eps: queries and keys are normalised per head before the rotation; None: they aren't.
+        window: a token sees this many tokens back (itself included); None sees all.
+
+    Raises:
+        InvalidParameterError: the group's size doesn't suit the heads; lists the sizes that do.
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        output_bias: bool,
+        qk_norm_eps: float | None,
+        window: int | None,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self._layer = layer
+        self._head_dim = head_dim
+        self._spec = AttnSpec(scale=head_dim**-0.5, window=window)
+        self.qkv_proj = LinearQKVMerged(
+            hidden_size, num_heads, num_kv_heads, head_dim, bias=qkv_bias, tp=tp, dtype=dtype, device=device
+        )
+        self.o_proj = LinearRowParallel(
+            num_heads * head_dim, hidden_size, bias=output_bias, tp=tp, dtype=dtype, device=device
+        )
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor, rope: Rope, ctx: ForwardContext) -> torch.Tensor:
+        """(num_tokens, hidden_size) -> the same shape."""
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
+        heads = self.qkv_proj.heads
+        q, k, v = qkv.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
+        q, k = self._norm_and_rotate(q, k, rope)
+        out = ctx.attention.forward(q, k, v, self._layer, self._spec, ctx.batch)
+        attended: torch.Tensor = self.o_proj(out.flatten(1))
+        return attended
+
+    def _norm_and_rotate(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, rope), rotate(k, rope)

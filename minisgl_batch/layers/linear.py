@@ -1,0 +1,169 @@
+"""Linear layers, split over the ranks of a tensor-parallel group.
+
+Column-parallel layers split their output and need no communication; the row-parallel one splits its input and sums
+over the ranks. Weights stay (out, in) as in checkpoints. Used by attention and the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_batch.distributed.group import TPGroup
+from minisgl_batch.layers.base import Layer, Part, new_parameter
+from minisgl_batch.layers.packing import linear, pack
+from minisgl_batch.layers.sharding import even_share, shard_heads
+
+
+class _Linear(Layer):
+    """The parameters of a linear map (in_features -> out_features) as this rank holds them."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = new_parameter((out_features, in_features), dtype, device)
+        self.bias = new_parameter((out_features,), dtype, device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(num_tokens, in_features) -> (num_tokens, out_features)."""
+        return linear(x, self.weight, self.bias)
+
+    def finish(self) -> None:
+        self.weight = pack(self.weight)
+
+
+class LinearReplicated(_Linear):
+    """The whole layer on every rank."""
+
+    def parts(self) -> Iterator[Part]:
+        yield Part("weight", self.weight, tuple(self.weight.shape))
+        if self.bias is not None:
+            yield Part("bias", self.bias, tuple(self.bias.shape))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Output rows [start, start + num_rows) of the checkpoint's layer `name`, which has `total` rows."""
+
+    name: str
+    total: int
+    start: int
+    num_rows: int
+
+
+class _LinearMerged(_Linear):
+    """Several layers of the checkpoint that read the same input, as one: this rank's rows of each, stacked."""
+
+    def __init__(
+        self, in_features: int, rows: list[_Rows], *, bias: bool, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        super().__init__(in_features, sum(r.num_rows for r in rows), bias=bias, dtype=dtype, device=device)
+        self._rows = rows
+        self.split_sizes = [r.num_rows for r in rows]
+
+    def parts(self) -> Iterator[Part]:
+        offset = 0
+        for rows in self._rows:
+            here = slice(offset, offset + rows.num_rows)
+            shape = (rows.total, self.weight.shape[1])
+            yield Part("weight", self.weight[here], shape, start=rows.start, sibling=rows.name)
+            if self.bias is not None:
+                yield Part("bias", self.bias[here], shape[:1], start=rows.start, sibling=rows.name)
+            offset = here.stop
+
+
+class LinearColParallelMerged(_LinearMerged):
+    """Layers whose outputs are split evenly over the ranks, such as an MLP's gate and up projections.
+
+    Args:
+        in_features: width of the input.
+        outputs: width of each layer's output, by its name in the checkpoint, in the order of the merged output.
+
+    Raises:
+        InvalidParameterError: a width doesn't divide by the group's size.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        *,
+        bias: bool,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        shares = {name: even_share(width, tp.size) for name, width in outputs.items()}
+        rows = [_Rows(name, outputs[name], tp.rank * share, share) for name, share in shares.items()]
+        super().__init__(in_features, rows, bias=bias, dtype=dtype, device=device)
+
+
+class LinearQKVMerged(_LinearMerged):
+    """Query, key and value projections, split by KV head: see `shard_heads`. Output: [q heads | k heads | v heads].
+
+    Raises:
+        InvalidParameterError: the group's size doesn't suit the heads; lists the sizes that do.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        self.heads = heads = shard_heads(num_heads, num_kv_heads, tp.rank, tp.size)
+        q = _Rows("q_proj", num_heads * head_dim, heads.q_start * head_dim, heads.num_heads * head_dim)
+        k, v = (
+            _Rows(name, num_kv_heads * head_dim, heads.kv_start * head_dim, heads.num_kv_heads * head_dim)
+            for name in ("k_proj", "v_proj")
+        )
+        super().__init__(in_features, [q, k, v], bias=bias, dtype=dtype, device=device)
+
+
+class LinearRowParallel(_Linear):
+    """A layer that gets its input split over the ranks and gives every rank the whole output.
+
+    Raises:
+        InvalidParameterError: the input's width doesn't divide by the group's size.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(even_share(in_features, tp.size), out_features, bias=bias, dtype=dtype, device=device)
+        self._tp = tp
+        self._in_features = in_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(num_tokens, in_features / tp) -> (num_tokens, out_features)."""
+        bias = self.bias if self._tp.rank == 0 else None  # the sum over the ranks must hold it once
+        return self._tp.all_reduce(linear(x, self.weight, bias))
+
+    def parts(self) -> Iterator[Part]:
+        out_features, share = self.weight.shape
+        full_shape = (out_features, self._in_features)
+        yield Part("weight", self.weight, full_shape, dim=1, start=self._tp.rank * share)
+        if self.bias is not None:
+            yield Part("bias", self.bias, (out_features,))

@@ -1,0 +1,342 @@
+"""The engine in this process: prompts in, texts out, without Redis.
+
+    llm = LLM("demo")
+    for output in llm.chat([{"role": "user", "content": "What is 17 + 25?"}]): print(output.outputs[0].text)
+
+The same scheduler and engine as in a worker group, fed from lists instead of sockets. For one thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from minisgl_batch.config import CacheKind, Dtype, EngineConfig
+from minisgl_batch.errors import RequestError, UsageError
+from minisgl_batch.hub import model_path
+from minisgl_batch.messages import (
+    AbortRequests,
+    AddRequests,
+    EngineStats,
+    NewRequest,
+    Ready,
+    RequestsRefused,
+    StepOutput,
+)
+from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
+from minisgl_batch.scheduler.factory import make_scheduler
+from minisgl_batch.scheduler.source import LocalSource
+from minisgl_batch.tokenizer import (
+    FinishReason,
+    ModelTokenizer,
+    OutputEvents,
+    OutputProcessor,
+    PromptInput,
+    SampleOutput,
+    resolve_request,
+)
+
+Prompts: TypeAlias = PromptInput | Sequence[PromptInput]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample of a prompt.
+
+    Attributes:
+        index: which of the prompt's `n` samples.
+        text: what was generated, without the token or string that stopped it.
+        token_ids: every generated token, the one that stopped it included.
+        finish_reason: "stop" or "length".
+        stop_reason: the stop string or stop token id; None for an end-of-sequence token and for "length".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All samples of a prompt.
+
+    Attributes:
+        prompt: as it was given.
+        prompt_token_ids: what the model read.
+        outputs: one for each of the prompt's `n` samples.
+        num_cached_tokens: prompt tokens that the prefix cache had (of the first sample).
+    """
+
+    prompt: PromptInput
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """New text of one sample.
+
+    Attributes:
+        prompt_index, sample_index: whose.
+        text: continues the sample's earlier events; "" when it only ends.
+        finished: set in the sample's last event.
+    """
+
+    prompt_index: int
+    sample_index: int
+    text: str
+    finished: CompletionOutput | None = None
+
+
+class LLM:
+    """A model with its engine.
+
+    Args:
+        model: "demo", a local folder in Hugging Face format, or a hub id.
+        seed: makes samples of prompts without a seed of their own repeatable.
+        page_size, num_pages, max_running, max_prefill_tokens, max_seq_len, memory_ratio, dtype, attention_backend,
+        cache, overlap, dummy_weights, device: see `EngineConfig`.
+
+    Raises:
+        ModelError: the model can't be found or loaded, or doesn't fit into memory.
+        InvalidParameterError: an option has a value that can't be used; names it.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        seed: int | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        max_running: int | None = None,
+        max_prefill_tokens: int | None = None,
+        max_seq_len: int | None = None,
+        memory_ratio: float | None = None,
+        dtype: Dtype = "auto",
+        attention_backend: str = "auto",
+        cache: CacheKind = "radix",
+        overlap: bool | None = None,
+        dummy_weights: bool = False,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+    ) -> None:
+        self.config = EngineConfig(
+            model=model,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_running=max_running,
+            max_prefill_tokens=max_prefill_tokens,
+            max_seq_len=max_seq_len,
+            memory_ratio=memory_ratio,
+            dtype=dtype,
+            attention_backend=attention_backend,
+            cache=cache,
+            overlap=overlap,
+            dummy_weights=dummy_weights,
+            device=device,
+        )
+        self.tokenizer = ModelTokenizer.load(model_path(model))
+        self._source = LocalSource()
+        self._scheduler = make_scheduler(self.config, self._source)
+        self._loop = self._scheduler.loop()
+        ready = self._source.outbox.popleft()
+        assert isinstance(ready, Ready)
+        self.max_seq_len = ready.max_seq_len
+        self._outputs = OutputProcessor(self.tokenizer.detokenizer)
+        self._seed = secrets.randbelow(MAX_SEED) if seed is None else seed
+        self._num_prompts = 0
+        self._next_uid = 0
+
+    def generate(self, prompts: Prompts, params: Params = None, *, progress: bool = True) -> list[RequestOutput]:
+        """Generate for all prompts and return when all are done, in their order.
+
+        Args:
+            prompts: one prompt or many; each is a text, a list of token ids, or a list of chat messages.
+            params: for all prompts, or one for each; fields that aren't given come from the model's generation config.
+            progress: show a progress bar on standard error.
+
+        Raises:
+            RequestError: a prompt can't be served, such as one longer than the context; names it. Nothing has run.
+        """
+        work = self._prepare(prompts, params)
+        with _progress_bar(len(work.requests), shown=progress) as bar:
+            for events in self._run(work):
+                for sample in events.finished:
+                    work.collect(sample)
+                    bar.count(sample)
+        return work.outputs()
+
+    def chat(self, messages: Sequence[Any], params: Params = None, *, progress: bool = True) -> list[RequestOutput]:
+        """`generate` for one chat or a list of chats."""
+        return self.generate(messages, params, progress=progress)
+
+    def stream(self, prompts: Prompts, params: Params = None) -> Iterator[StreamEvent]:
+        """Generate for all prompts, and yield text as it comes. A caller who leaves early ends what still runs.
+
+        Arguments and errors as `generate`.
+        """
+        work = self._prepare(prompts, params)
+        for events in self._run(work, watch=True):
+            finished = {sample.uid: work.collect(sample) for sample in events.finished}
+            for delta in events.deltas:
+                yield StreamEvent(*work.owner(delta.uid), delta.text, finished.pop(delta.uid, None))
+            for uid, output in finished.items():
+                yield StreamEvent(*work.owner(uid), "", output)
+
+    def stats(self) -> EngineStats:
+        """Counters since the start: tokens, cache hits, steps."""
+        return self._scheduler.stats()
+
+    # ------------------------------------------------------------- internals
+
+    def _prepare(self, prompts: Prompts, params: Params) -> _Work:
+        inputs = _as_list(prompts)
+        layers = [params or SamplingParams()] * len(inputs) if not isinstance(params, Sequence) else list(params)
+        if len(layers) != len(inputs):
+            raise UsageError(f"params: {len(layers)} were given for {len(inputs)} prompts")
+        work = _Work(inputs)
+        encoded = self.tokenizer.encode_inputs(inputs)
+        for index, (ids, layer) in enumerate(zip(encoded, layers, strict=True)):
+            try:
+                if isinstance(ids, RequestError):
+                    raise ids
+                resolved = resolve_request(
+                    self.tokenizer,
+                    ids,
+                    layer,
+                    max_len=self.max_seq_len,
+                    job_seed=self._seed,
+                    row_index=self._num_prompts + index,
+                )
+            except RequestError as error:
+                raise RequestError(error.error_type, f"prompt {index}: {error}") from error
+            work.add(resolved.messages(self._next_uid), ids.tolist())
+            for request in resolved.messages(self._next_uid):
+                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops)
+            self._next_uid += len(resolved.samples)
+        self._num_prompts += len(inputs)
+        return work
+
+    def _run(self, work: _Work, *, watch: bool = False) -> Iterator[OutputEvents]:
+        """Drive the engine until every request of `work` has ended."""
+        left = {request.uid for request in work.requests}
+        self._source.inbox.append(AddRequests(work.requests))
+        if watch:
+            for uid in left:
+                self._outputs.watch(uid)
+        try:
+            while left:
+                for events in self._tick():
+                    left.difference_update(sample.uid for sample in events.finished)
+                    yield events
+        finally:
+            self._outputs.abort(left)
+            self._source.inbox.append(AbortRequests(sorted(left)))
+            for _ in self._tick():
+                pass  # answers to what was just aborted
+
+    def _tick(self) -> Iterator[OutputEvents]:
+        next(self._loop)
+        while self._source.outbox:
+            message = self._source.outbox.popleft()
+            match message:
+                case StepOutput():
+                    events = self._outputs.process(message, time.perf_counter())
+                case RequestsRefused():
+                    events = self._outputs.refuse(message)
+                case Ready():
+                    continue
+            if events.aborts:
+                self._source.inbox.append(AbortRequests(events.aborts))
+            yield events
+
+
+class _Work:
+    """The requests of one call: which prompt and sample each uid is, and what has come back."""
+
+    def __init__(self, prompts: list[PromptInput]) -> None:
+        self._prompts = prompts
+        self._prompt_ids: list[list[int]] = []
+        self._owners: dict[int, tuple[int, int]] = {}
+        self._samples: list[dict[int, SampleOutput]] = []
+        self.requests: list[NewRequest] = []
+
+    def add(self, requests: list[NewRequest], prompt_ids: list[int]) -> None:
+        for sample_index, request in enumerate(requests):
+            self._owners[request.uid] = (len(self._prompt_ids), sample_index)
+        self._prompt_ids.append(prompt_ids)
+        self._samples.append({})
+        self.requests.extend(requests)
+
+    def owner(self, uid: int) -> tuple[int, int]:
+        """(prompt index, sample index)."""
+        return self._owners[uid]
+
+    def collect(self, sample: SampleOutput) -> CompletionOutput:
+        if sample.error is not None:
+            raise sample.error
+        prompt_index, sample_index = self.owner(sample.uid)
+        self._samples[prompt_index][sample_index] = sample
+        return _completion(sample_index, sample)
+
+    def outputs(self) -> list[RequestOutput]:
+        return [
+            RequestOutput(
+                prompt=prompt,
+                prompt_token_ids=prompt_ids,
+                outputs=[_completion(i, samples[i]) for i in range(len(samples))],
+                num_cached_tokens=samples[0].cached_tokens,
+            )
+            for prompt, prompt_ids, samples in zip(self._prompts, self._prompt_ids, self._samples, strict=True)
+        ]
+
+
+def _completion(index: int, sample: SampleOutput) -> CompletionOutput:
+    return CompletionOutput(index, sample.text, sample.token_ids, sample.finish_reason, sample.stop_reason)
+
+
+def _as_list(prompts: Prompts) -> list[PromptInput]:
+    """One prompt as a list of one: a text, token ids, or messages are a prompt; other sequences are many."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | dict)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+class _progress_bar:  # noqa: N801  # a context manager that reads as a function
+    """A bar of finished prompts with the rate of output tokens."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        from rich.console import Console
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self._task = self._bar.add_task("generating", total=total, rate="")
+        self._started = time.perf_counter()
+        self._num_tokens = 0
+
+    def __enter__(self) -> _progress_bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def count(self, sample: SampleOutput) -> None:
+        self._num_tokens += len(sample.token_ids)
+        rate = self._num_tokens / (time.perf_counter() - self._started)
+        self._bar.update(self._task, advance=1, rate=f"{rate:,.0f} tok/s")

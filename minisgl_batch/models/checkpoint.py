@@ -1,0 +1,131 @@
+"""The tensors of a model folder's safetensors files, read by slices. Knows nothing of models.
+
+Called by `weights`. Names lose the "model." that checkpoints of whole language models have, and checkpoints of bare
+base models don't.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from minisgl_batch.errors import ModelError
+from minisgl_batch.layers.base import Part
+
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is.
+
+    Attributes:
+        name: without the "model." prefix.
+        key: as the file has it.
+        file: which file.
+        shape: of the whole tensor.
+    """
+
+    name: str
+    key: str
+    file: Path
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """All tensors of a model folder, by name; only headers are read until `read`.
+
+    Raises:
+        ModelError: there are no safetensors files, or they are broken, incomplete or contradict each other; names
+            file and tensor.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        files, indexed = _find_files(folder)
+        for file in files:
+            for tensor in _read_header(file):
+                other = self.tensors.setdefault(tensor.name, tensor)
+                if other is not tensor:
+                    raise ModelError(f"{file} holds {tensor.key}, but {other.file} holds {other.key} already")
+        for key, file in indexed.items():
+            stored = self.tensors.get(_plain_name(key))
+            if stored is None or stored.file != file:
+                raise ModelError(f"{folder / INDEX} says that {file.name} holds {key}, but it doesn't")
+
+    def read(self, parts: Mapping[str, Part]) -> None:
+        """Copy each part's share of its tensor to its target, file by file; one share is in memory besides."""
+        by_file = defaultdict(list)
+        for name, part in parts.items():
+            by_file[self.tensors[name].file].append((self.tensors[name].key, part))
+        for file, wanted in by_file.items():
+            with _open(file) as opened:
+                for key, part in wanted:
+                    part.target.copy_(opened.get_slice(key)[part.index])
+
+
+def _find_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files to read, and what the index says is in which (nothing without an index)."""
+    if (folder / INDEX).is_file():
+        indexed = _read_index(folder / INDEX)
+        return sorted(set(indexed.values())), indexed
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE], {}
+    # Mistral's repositories hold the same weights twice, under Mistral's own names in consolidated*.safetensors.
+    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("consolidated"))
+    if files:
+        return files, {}
+    old = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+    if old:
+        raise ModelError(
+            f"{folder} holds weights as {old[0].name} only: convert them to safetensors, such as by loading the model"
+            " with transformers and saving it with save_pretrained"
+        )
+    raise ModelError(f"{folder} holds no *.safetensors files")
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        indexed = {str(key): path.parent / name for key, name in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"can't read {path}: {error!r}; it must hold a weight_map from tensors to files") from error
+    for key, file in indexed.items():
+        if not file.is_file():
+            raise ModelError(f"{file} is missing; {path.name} says that it holds {key}")
+    return indexed
+
+
+def _read_header(file: Path) -> Iterator[StoredTensor]:
+    with _open(file) as opened:
+        for key in opened.keys():  # noqa: SIM118 - it is no mapping
+            stored = opened.get_slice(key)
+            if stored.get_dtype() not in _FLOAT_TYPES:
+                raise ModelError(
+                    f"{file}: {key} is stored as {stored.get_dtype()}; quantized checkpoints aren't supported, only "
+                    + ", ".join(_FLOAT_TYPES)
+                )
+            yield StoredTensor(_plain_name(key), key, file, tuple(stored.get_shape()))
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"can't read {file}, it is broken or incomplete: {error}") from error
+
+
+def _plain_name(key: str) -> str:
+    return key.removeprefix("model.")

@@ -1,0 +1,231 @@
+"""What a model's config.json says, as one frozen record for all dense architectures.
+
+Reads the file itself, in the spellings of transformers 4.5x and 5.x, with the defaults that transformers has for keys
+that are missing. Knows nothing of torch. Called by the engine and by whoever needs a model's context length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from minisgl_batch.layers.rope_config import RopeConfig
+from minisgl_batch.layers.sharding import check_tp_size
+from minisgl_batch.models.config_file import ConfigFile
+from minisgl_batch.models.rope import read_rope
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A dense decoder-only transformer.
+
+    Attributes:
+        architecture: the checkpoint's class name in transformers.
+        intermediate_size: width of the MLP.
+        max_position_embeddings: the context length that the checkpoint states; see `context_len`.
+        attention_bias: query, key and value projections have a bias.
+        attention_output_bias: so has the output projection.
+        qk_norm: queries and keys are normalised per head.
+        sliding_window: per layer, how many tokens back a token sees (itself included); None sees all.
+        dtype: what the checkpoint was saved in: "float32", "bfloat16" or "float16".
+    """
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: tuple[int | None, ...]
+    rope: RopeConfig
+    dtype: str
+
+    @property
+    def context_len(self) -> int:
+        """The longest sequence that the model can take, in tokens."""
+        if self.rope.type == "yarn":
+            # Qwen's recipe for long contexts adds yarn to the config without raising max_position_embeddings.
+            return max(self.max_position_embeddings, round(self.rope.original_context_len * self.rope.factor))
+        return self.max_position_embeddings
+
+    def num_kv_heads_per_rank(self, tp_size: int) -> int:
+        """KV heads that each rank of a group holds; more in all than the model has when they are replicated."""
+        return max(1, self.num_kv_heads // tp_size)
+
+    def check_tp_size(self, tp_size: int) -> None:
+        """Refuse a tensor-parallel group that can't share this model.
+
+        Raises:
+            InvalidParameterError: lists the sizes that work.
+        """
+        check_tp_size(tp_size, self.num_heads, self.num_kv_heads, self.intermediate_size)
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """Read `path`/config.json.
+
+    Raises:
+        ModelError: the file is missing, broken or lacks a key, or asks for something that isn't supported: names the
+            file, the key and what is supported.
+    """
+    file = ConfigFile.read(path / "config.json")
+    architecture, family = _family(file)
+    _refuse_unsupported(file)
+    num_layers = file.count("num_hidden_layers")
+    num_heads = file.count("num_attention_heads")
+    hidden_size = file.count("hidden_size")
+    max_position_embeddings = file.count("max_position_embeddings", family.max_position_embeddings)
+    config = ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(file, family, num_heads),
+        head_dim=file.count("head_dim", family.head_dim or hidden_size // num_heads),
+        intermediate_size=file.count("intermediate_size"),
+        vocab_size=file.count("vocab_size"),
+        rms_norm_eps=file.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=file.flag("tie_word_embeddings", False),
+        attention_bias=family.attention_bias(file),
+        attention_output_bias=family.attention_output_bias(file),
+        mlp_bias=family.mlp_bias(file),
+        qk_norm=family.qk_norm,
+        sliding_window=family.sliding_window(file, num_layers),
+        rope=read_rope(file, max_position_embeddings),
+        dtype=file.choice(file.either("dtype", "torch_dtype"), DTYPES, "float32"),
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise file.error(
+            "num_key_value_heads", f"{config.num_kv_heads} doesn't divide the {config.num_heads} attention heads"
+        )
+    if config.head_dim % 2:
+        raise file.error("head_dim", f"must be even for rotary embeddings, got {config.head_dim}")
+    return config
+
+
+def _never(_file: ConfigFile) -> bool:
+    return False
+
+
+def _always(_file: ConfigFile) -> bool:
+    return True
+
+
+def _as_configured(key: str) -> Callable[[ConfigFile], bool]:
+    return lambda file: file.flag(key, False)
+
+
+def _no_window(_file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    return (None,) * num_layers
+
+
+def _window_in_all_layers(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    return (_window(file),) * num_layers
+
+
+def _window_by_layer(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen's rule: layers from `max_window_layers` on, unless `layer_types` says which."""
+    window = _window(file) if file.flag("use_sliding_window", False) else None
+    layer_types = file.data.get("layer_types")
+    if layer_types is None:
+        first = file.count("max_window_layers", 28, low=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or any(t not in known for t in layer_types):
+        raise file.error("layer_types", f"must be a list of {num_layers} of {' and '.join(known)}")
+    if window is None and "sliding_attention" in layer_types:
+        raise file.error("layer_types", "names sliding_attention, but use_sliding_window and sliding_window don't")
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def _window(file: ConfigFile) -> int | None:
+    if "sliding_window" in file.data and file.data["sliding_window"] is None:
+        return None
+    return file.count("sliding_window", 4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """Where one architecture's configs differ from another's: defaults, and which keys mean something.
+
+    `num_kv_heads` None: as many as query heads. `head_dim` None: hidden size / heads.
+    """
+
+    max_position_embeddings: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    attention_bias: Callable[[ConfigFile], bool] = _never
+    attention_output_bias: Callable[[ConfigFile], bool] = _never
+    mlp_bias: Callable[[ConfigFile], bool] = _never
+    qk_norm: bool = False
+    sliding_window: Callable[[ConfigFile, int], tuple[int | None, ...]] = _no_window
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(
+        max_position_embeddings=2048,
+        attention_bias=_as_configured("attention_bias"),
+        attention_output_bias=_as_configured("attention_bias"),
+        mlp_bias=_as_configured("mlp_bias"),
+    ),
+    "MistralForCausalLM": _Family(
+        max_position_embeddings=131072,
+        num_kv_heads=8,
+        sliding_window=_window_in_all_layers,
+    ),
+    "Qwen2ForCausalLM": _Family(
+        max_position_embeddings=32768,
+        num_kv_heads=32,
+        attention_bias=_always,
+        sliding_window=_window_by_layer,
+    ),
+    "Qwen3ForCausalLM": _Family(
+        max_position_embeddings=32768,
+        num_kv_heads=32,
+        head_dim=128,
+        attention_bias=_as_configured("attention_bias"),
+        attention_output_bias=_as_configured("attention_bias"),
+        qk_norm=True,
+        sliding_window=_window_by_layer,
+    ),
+}
+
+SUPPORTED_ARCHITECTURES: tuple[str, ...] = tuple(_FAMILIES)
+
+
+def _family(file: ConfigFile) -> tuple[str, _Family]:
+    supported = f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+    architectures = file.data.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise file.error("architectures", f"must be a list with the model's class name; {supported}")
+    family = _FAMILIES.get(architectures[0])
+    if family is None:
+        raise file.error("architectures", f"{architectures[0]!r} isn't supported; {supported}")
+    return architectures[0], family
+
+
+def _num_kv_heads(file: ConfigFile, family: _Family, num_heads: int) -> int:
+    if "num_key_value_heads" in file.data and file.data["num_key_value_heads"] is None:
+        return num_heads
+    return file.count("num_key_value_heads", family.num_kv_heads or num_heads)
+
+
+def _refuse_unsupported(file: ConfigFile) -> None:
+    for key in ("quantization_config", "compression_config"):
+        if file.data.get(key):
+            method = file.data[key].get("quant_method") if isinstance(file.data[key], dict) else file.data[key]
+            raise file.error(key, f"quantized checkpoints ({method}) aren't supported; use one in {', '.join(DTYPES)}")
+    file.choice("hidden_act", ("silu", "swish"), "silu")

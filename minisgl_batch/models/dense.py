@@ -1,0 +1,136 @@
+"""The dense pre-norm transformer: Llama, Mistral, Qwen2 and Qwen3, which differ in configuration only.
+
+Module names follow Hugging Face checkpoints, with q/k/v and gate/up merged. Built by `registry.make_model`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from minisgl_batch.attention.base import ForwardContext
+from minisgl_batch.distributed.group import TPGroup
+from minisgl_batch.layers.activation import silu_and_mul
+from minisgl_batch.layers.attention import SelfAttention
+from minisgl_batch.layers.embedding import LMHead, VocabParallelEmbedding
+from minisgl_batch.layers.linear import LinearColParallelMerged, LinearRowParallel
+from minisgl_batch.layers.norm import AddRMSNorm
+from minisgl_batch.layers.rotary import Rope, RotaryEmbedding
+from minisgl_batch.models.base import CausalLM
+from minisgl_batch.models.config import ModelConfig
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | None) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        self.gate_up_proj = LinearColParallelMerged(
+            config.hidden_size,
+            {"gate_proj": width, "up_proj": width},
+            bias=config.mlp_bias,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+        self.down_proj = LinearRowParallel(
+            width, config.hidden_size, bias=config.mlp_bias, tp=tp, dtype=dtype, device=device
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(num_tokens, hidden_size) -> the same shape."""
+        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each reading the normalised residual stream and adding to it."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.self_attn = SelfAttention(
+            layer=layer,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_output_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            window=config.sliding_window[layer],
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+        self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.mlp = MLP(config, tp, dtype, device)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last block's output and the stream without it, (num_tokens, hidden_size) both -> the same."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, rope, ctx)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class DenseModel(CausalLM):
+    """One rank's share of a dense model.
+
+    Args:
+        config: any of the supported dense architectures.
+        tp: the group that shares it.
+        dtype: compute type of weights and activations.
+        device: where the weights are; "meta" for sizes only; None is torch's default.
+
+    Raises:
+        InvalidParameterError: the group's size doesn't suit the model; lists the sizes that do.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        config.check_tp_size(tp.size)
+        self.config = config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device
+        )
+        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.context_len, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, tp, dtype, device) for layer in range(config.num_layers)
+        )
+        self.norm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.lm_head = LMHead(
+            config.vocab_size,
+            config.hidden_size,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+            tied=self.embed_tokens if config.tie_word_embeddings else None,
+        )
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        x = self.embed_tokens(input_ids)
+        rope = self.rotary_emb(positions)
+        residual = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope, ctx)
+        hidden: torch.Tensor = self.norm(x, residual)[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.gather(logits)
+
+    @property
+    def vocab_range(self) -> range:
+        return self.lm_head.vocab_range

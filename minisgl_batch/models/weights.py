@@ -1,0 +1,116 @@
+"""Fills a model's parameters: from a checkpoint, or with random numbers for benchmarks. Called by the engine.
+
+Each rank reads only its share of every tensor, straight to where it belongs. Nothing is left to chance: each part of
+each parameter is filled once, and each tensor of the checkpoint is used or known to be needless.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from pathlib import Path
+
+import torch
+
+from minisgl_batch.errors import ModelError
+from minisgl_batch.layers.base import Layer, Part
+from minisgl_batch.models.base import CausalLM
+from minisgl_batch.models.checkpoint import Checkpoint, StoredTensor
+
+DUMMY_STD = 0.02
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+_NEEDLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # buffers that old releases saved
+_MAX_NAMED = 5
+
+
+def load_weights(model: CausalLM, path: Path) -> None:
+    """Fill a model, once, from the safetensors files in `path`, cast to the model's dtype.
+
+    Peak memory is the model's own share and one tensor's besides.
+
+    Raises:
+        ModelError: a file is missing or broken, or the checkpoint doesn't belong to the model's config: names the
+            tensor, the file, and both shapes where they differ.
+    """
+    _read(Checkpoint(path), model)
+    _finish(model)
+
+
+def init_dummy_weights(model: CausalLM, seed: int) -> None:
+    """Fill a model, once, with normal random numbers; norms get 1.
+
+    Each rank makes every tensor as a whole, one at a time, and takes its share: a model is the same for any group
+    size (on one kind of device).
+    """
+    for name, part in checkpoint_parts(model).items():
+        target = part.target
+        if part.name == "weight" and target.ndim == 1:  # only norms have a weight of one dimension
+            target.fill_(1.0)
+            continue
+        generator = torch.Generator(target.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        full = torch.empty(part.full_shape, dtype=target.dtype, device=target.device)
+        target.copy_(full.normal_(0.0, DUMMY_STD, generator=generator)[part.index])
+    _finish(model)
+
+
+def checkpoint_parts(model: CausalLM) -> dict[str, Part]:
+    """What this rank takes of each tensor of a checkpoint, by the tensor's name (without "model.")."""
+    parts = {}
+    for path, layer in _layers(model):
+        parent = path.rpartition(".")[0]
+        for part in layer.parts():
+            owner = path if part.sibling is None else f"{parent}.{part.sibling}"
+            parts[f"{owner}.{part.name}"] = part
+    return parts
+
+
+def _read(checkpoint: Checkpoint, model: CausalLM) -> None:
+    parts = checkpoint_parts(model)
+    if model.config.tie_word_embeddings:
+        _drop_tied_copy(checkpoint.tensors)
+    _check_names(checkpoint, parts, model.config.architecture)
+    _check_shapes(checkpoint, parts)
+    checkpoint.read(parts)
+
+
+def _layers(model: CausalLM) -> list[tuple[str, Layer]]:
+    return [(path, module) for path, module in model.named_modules() if isinstance(module, Layer)]
+
+
+def _finish(model: CausalLM) -> None:
+    for _, layer in _layers(model):
+        layer.finish()
+
+
+def _drop_tied_copy(tensors: dict[str, StoredTensor]) -> None:
+    """Some writers keep both names of a tied tensor, others only the one that sorts first."""
+    head = tensors.pop(HEAD, None)
+    if head is not None:
+        tensors.setdefault(EMBEDDING, head)
+
+
+def _check_names(checkpoint: Checkpoint, parts: dict[str, Part], architecture: str) -> None:
+    missing = [name for name in parts if name not in checkpoint.tensors]
+    if missing:
+        raise ModelError(f"{checkpoint.folder} lacks {_named(missing)}: weights and config.json don't belong together")
+    unknown = [t for name, t in checkpoint.tensors.items() if name not in parts and not _NEEDLESS.search(name)]
+    if unknown:
+        raise ModelError(
+            f"{unknown[0].file} holds {_named([t.key for t in unknown])}, which {architecture} with this config.json "
+            "doesn't have"
+        )
+
+
+def _check_shapes(checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
+    for name, part in parts.items():
+        stored = checkpoint.tensors[name]
+        if stored.shape != part.full_shape:
+            raise ModelError(
+                f"{stored.file}: {stored.key} has the shape {list(stored.shape)}, but config.json asks for "
+                f"{list(part.full_shape)}"
+            )
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more tensors" if more > 0 else "")

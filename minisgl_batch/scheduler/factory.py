@@ -1,0 +1,46 @@
+"""Puts an engine and a scheduler together: for the in-process `LLM` and for rank processes."""
+
+from __future__ import annotations
+
+from minisgl_batch.config import EngineConfig
+from minisgl_batch.engine.engine import Engine
+from minisgl_batch.kvcache.base import PrefixCache
+from minisgl_batch.kvcache.naive import NaiveCache
+from minisgl_batch.kvcache.radix import RadixCache
+from minisgl_batch.messages import Ready
+from minisgl_batch.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl_batch.scheduler.source import MessageSource
+
+
+def make_scheduler(config: EngineConfig, source: MessageSource) -> Scheduler:
+    """Load the model and return the scheduler that serves it; its first message is `Ready`.
+
+    Raises:
+        ModelError, InvalidParameterError: as Engine does.
+    """
+    engine = Engine(config)
+    options = engine.options
+    cache: PrefixCache = {"radix": RadixCache, "naive": NaiveCache}[config.cache](options.page_size)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_pages=engine.num_pages,
+            page_size=options.page_size,
+            max_running=options.max_running,
+            max_seq_len=engine.max_seq_len,
+            max_prefill_tokens=options.max_prefill_tokens,
+            overlap=options.overlap,
+        ),
+        engine,
+        cache,
+        source,
+    )
+    source.send(
+        Ready(
+            max_seq_len=engine.max_seq_len,
+            max_running=options.max_running,
+            num_pages=engine.num_pages,
+            page_size=options.page_size,
+            description=engine.describe(),
+        )
+    )
+    return scheduler

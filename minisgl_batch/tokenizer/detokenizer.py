@@ -1,0 +1,193 @@
+"""From token ids back to text: whole rows at once, or a stream whose pieces add up to the same text.
+
+Both equal Hugging Face's `decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)`. A stream gives
+text as soon as no later token can change it, so a character of several tokens comes whole. Ids without a token (a
+model's vocabulary may be padded) and special tokens have no text. Knows nothing of requests or stop strings.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+_FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class TextStream(Protocol):
+    """The text of one row while it grows."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token made final, often ""."""
+        ...
+
+    def flush(self) -> str:
+        """The rest, now that no token follows; half a character becomes the replacement character."""
+        ...
+
+
+class Detokenizer(Protocol):
+    """Text of one tokenizer's ids. Safe to share; each stream belongs to one row."""
+
+    def decode_full(self, token_ids: Sequence[int]) -> str:
+        """The text of all ids."""
+        ...
+
+    def stream(self) -> TextStream:
+        """A new, empty stream."""
+        ...
+
+
+def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
+    """The detokenizer that fits the tokenizer's decoder."""
+    steps = _decoder_steps(tokenizer)
+    if steps == ["ByteLevel"]:
+        return ByteLevelDetokenizer(tokenizer)
+    return WindowDetokenizer(tokenizer, joins_bytes="ByteLevel" in steps)
+
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, and the text is their UTF-8 decoding."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bytes = _TokenBytes(tokenizer)
+
+    def decode_full(self, token_ids: Sequence[int]) -> str:
+        return b"".join(map(self._bytes.__getitem__, token_ids)).decode("utf-8", "replace")
+
+    def stream(self) -> TextStream:
+        return _ByteLevelStream(self._bytes)
+
+
+class _ByteLevelStream:
+    __slots__ = ("_bytes", "_utf8")
+
+    def __init__(self, token_bytes: _TokenBytes) -> None:
+        self._bytes = token_bytes
+        self._utf8 = _Utf8Decoder("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._bytes[token_id])
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of each id, found when first asked for: a vocabulary of 150,000 costs nothing at start-up."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._special = _special_tokens(tokenizer)
+        self._alphabet = _byte_alphabet()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token in self._special:
+            value = b""
+        elif all(char in self._alphabet for char in token):
+            value = bytes(self._alphabet[char] for char in token)
+        else:  # an added token, written as it is
+            value = token.encode("utf-8")
+        self[token_id] = value
+        return value
+
+
+class WindowDetokenizer:
+    """For every other decoder, such as sentencepiece with byte fallback (Llama 2, Mistral, Gemma) or WordPiece.
+
+    A token's text depends on what stands before it (leading spaces are stripped from the first one only) and, for
+    fallback bytes, on the whole run of bytes (one invalid byte spoils the run). So new tokens are decoded together
+    with the one visible token before them, and wait while a run of bytes is open.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, joins_bytes: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._kinds = _TokenKinds(tokenizer)
+        self._joins_bytes = joins_bytes
+
+    def decode_full(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def stream(self) -> TextStream:
+        return _WindowStream(self._tokenizer, self._kinds, self._joins_bytes)
+
+
+_SILENT, _TEXT, _BYTE = range(3)
+
+
+class _WindowStream:
+    """`_window` = [the last token whose text is out, if any] + [tokens whose text is not out]."""
+
+    __slots__ = ("_joins_bytes", "_kinds", "_prefix", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, kinds: _TokenKinds, joins_bytes: bool) -> None:
+        self._tokenizer = tokenizer
+        self._kinds = kinds
+        self._joins_bytes = joins_bytes
+        self._window: list[int] = []
+        self._prefix = ""  # text of the window's token that is out, decoded alone
+
+    def push(self, token_id: int) -> str:
+        kind = self._kinds[token_id]
+        if kind == _SILENT:
+            return ""
+        self._window.append(token_id)
+        if kind == _BYTE:
+            return ""
+        text: str = self._tokenizer.decode(self._window)
+        # Only decoders that join the bytes of several tokens can end with half a character here.
+        if not text.startswith(self._prefix) or (self._joins_bytes and text.endswith(REPLACEMENT)):
+            return ""
+        new_text = text[len(self._prefix) :]
+        self._window = [token_id]
+        self._prefix = self._tokenizer.decode(self._window)
+        return new_text
+
+    def flush(self) -> str:
+        text: str = self._tokenizer.decode(self._window)
+        return text[len(self._prefix) :]
+
+
+class _TokenKinds(dict[int, int]):
+    """Of each id, found when first asked for: without text, with text, or a fallback byte."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._special = _special_tokens(tokenizer)
+
+    def __missing__(self, token_id: int) -> int:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token in self._special:
+            kind = _SILENT
+        else:
+            kind = _BYTE if _FALLBACK_BYTE.fullmatch(token) else _TEXT
+        self[token_id] = kind
+        return kind
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
+    if tokenizer.decoder is None:
+        return []
+    state = json.loads(tokenizer.decoder.__getstate__())  # its part of tokenizer.json
+    return [step["type"] for step in state.get("decoders", [state])]
+
+
+def _special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
+    return frozenset(t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for the 256 bytes: printable ones stand for themselves, the others follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

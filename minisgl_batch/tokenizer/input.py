@@ -1,0 +1,131 @@
+"""From a prompt and layers of sampling parameters to what the engine is asked for.
+
+A request is resolved once, before the engine sees it: nothing downstream knows of defaults. Knows nothing of rows, jobs
+or Redis. Called by the worker group's frontend and by the in-process `LLM`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TypeVar
+
+from minisgl_batch.errors import RequestError
+from minisgl_batch.messages import NewRequest
+from minisgl_batch.sampling_params import MAX_SEED, NEUTRAL, EngineSampling, SamplingParams
+from minisgl_batch.tokenizer.tokenizer import IntArray, ModelTokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """What ends a request besides EOS and length. The engine knows of the tokens only, as EOS ids among others.
+
+    Attributes:
+        strings: the text ends before the first of these.
+        token_ids: the stop tokens that aren't EOS; generation ends at any of them, and they are not part of the text.
+        include_in_output: keep the stop string, or the stop token's text.
+    """
+
+    strings: tuple[str, ...] = ()
+    token_ids: frozenset[int] = frozenset()
+    include_in_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """One prompt, ready for the engine.
+
+    Attributes:
+        prompt_ids: (num_tokens,) int32.
+        samples: sampling of each of the prompt's `n` samples; they differ in `sample_index` alone.
+        stops: what ends each of them.
+    """
+
+    prompt_ids: IntArray
+    samples: tuple[EngineSampling, ...]
+    stops: StopRules
+
+    def messages(self, first_uid: int) -> list[NewRequest]:
+        """The engine's requests: sample i gets the uid `first_uid + i`."""
+        prompt_ids = self.prompt_ids.astype("<i4", copy=False).tobytes()
+        return [NewRequest(first_uid + i, prompt_ids, sampling) for i, sampling in enumerate(self.samples)]
+
+
+def resolve_request(
+    tokenizer: ModelTokenizer,
+    prompt_ids: IntArray,
+    *layers: SamplingParams,
+    max_len: int,
+    job_seed: int,
+    row_index: int,
+) -> ResolvedRequest:
+    """Merge the layers of sampling parameters and check that the prompt can be served.
+
+    Without `max_tokens` generation may fill the context. A `max_tokens` that the context can't hold is cut to what it
+    leaves: such a request ends with finish reason "length", as in vLLM's offline `LLM`.
+
+    Args:
+        prompt_ids: (num_tokens,) int32.
+        layers: the most specific first (row, job); the model's own defaults and then `NEUTRAL` come after them.
+        max_len: longest prompt + output of the engine, in tokens.
+        job_seed, row_index: give the seed of a request without one of its own.
+
+    Raises:
+        RequestError: "invalid_request" for a prompt without tokens or with ids that the model doesn't have,
+            "prompt_too_long" for one that leaves no room for a token of output.
+    """
+    num_tokens = len(prompt_ids)
+    if num_tokens == 0:
+        raise RequestError("invalid_request", "the prompt is empty: it has no tokens")
+    tokenizer.check_ids(prompt_ids)
+    room = max_len - num_tokens
+    if room < 1:
+        raise RequestError(
+            "prompt_too_long",
+            f"the prompt has {num_tokens} tokens and the context {max_len}, which leaves no room for output: "
+            f"shorten the prompt to at most {max_len - 1} tokens, or serve a model with a longer context",
+        )
+    params = SamplingParams()
+    for layer in (*layers, tokenizer.default_sampling, NEUTRAL):
+        params = params.over(layer)
+    seed = params.seed if params.seed is not None else derive_seed(job_seed, row_index)
+    eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
+    stop_token_ids = frozenset(params.stop_token_ids or ())
+    samples = tuple(
+        EngineSampling(
+            max_tokens=min(params.max_tokens or room, room),
+            temperature=_set(params.temperature),
+            top_k=max(_set(params.top_k), 0),
+            top_p=_set(params.top_p),
+            min_p=_set(params.min_p),
+            seed=seed,
+            sample_index=sample_index,
+            stop_ids=tuple(sorted(eos_ids | stop_token_ids)),
+        )
+        for sample_index in range(_set(params.n))
+    )
+    stops = StopRules(
+        strings=params.stop_strings,
+        token_ids=stop_token_ids - eos_ids,
+        include_in_output=_set(params.include_stop_str_in_output),
+    )
+    return ResolvedRequest(prompt_ids, samples, stops)
+
+
+def derive_seed(job_seed: int, row_index: int) -> int:
+    """The seed of a row that has none of its own: 63 bits, the same in every process and release.
+
+    Args:
+        job_seed, row_index: in [0, 2**63).
+    """
+    digest = blake2b(struct.pack("<qq", job_seed, row_index), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def _set(value: T | None) -> T:
+    if value is None:
+        raise TypeError("NEUTRAL must set every parameter that the engine needs")
+    return value

@@ -1,0 +1,271 @@
+"""The frontend's side of running requests: tokens in; text, deltas and finished samples out.
+
+The engine ends requests at EOS, stop tokens and length. Stop strings are found here, and the caller tells the engine to
+abort the requests that ended by them. A request's text is made at its end, or while it grows when it has stop strings
+or a reader. Knows nothing of rows, Redis or sockets. Called by the worker group's frontend and the in-process `LLM`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from minisgl_batch.errors import RequestError
+from minisgl_batch.messages import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    NOT_FINISHED,
+    RequestsRefused,
+    StepOutput,
+)
+from minisgl_batch.tokenizer.detokenizer import Detokenizer, TextStream
+from minisgl_batch.tokenizer.input import StopRules
+from minisgl_batch.tokenizer.stop import StopScanner
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+_FINISH_REASONS: dict[int, FinishReason] = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_ABORT: "abort"}
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Text that a watched request gained.
+
+    Attributes:
+        uid: the request.
+        offset: characters before it; deltas continue each other, and the snapshot of `watch`, without a gap.
+        text: never empty.
+        num_tokens: the request's output tokens so far.
+    """
+
+    uid: int
+    offset: int
+    text: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """A request that ended.
+
+    Attributes:
+        uid: the request.
+        text: without the EOS or stop token, and without the stop string unless it was to be included.
+        token_ids: every output token up to and with the one that ended it.
+        finish_reason: "stop" (EOS, stop token or stop string), "length", "abort" or "error".
+        stop_reason: the stop string or the stop token's id; None for EOS and for the other finish reasons.
+        prompt_tokens, cached_tokens: of the prompt, and how many of them came from the prefix cache.
+        first_token_s: when the first token arrived, on the caller's clock; None when none did.
+        error: why the engine refused it, with finish_reason "error".
+    """
+
+    uid: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    prompt_tokens: int
+    cached_tokens: int
+    first_token_s: float | None
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEvents:
+    """What an engine step, an abort or a refusal came to.
+
+    Attributes:
+        deltas: new text of watched requests, the last text of those that ended included.
+        finished: requests that ended.
+        aborts: uids among them that the engine still runs and must be told to abort.
+    """
+
+    deltas: list[TextDelta] = field(default_factory=list)
+    finished: list[SampleOutput] = field(default_factory=list)
+    aborts: list[int] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """All running requests of one engine, by uid. Not thread-safe."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._live: dict[int, _RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, uid: int, *, prompt_tokens: int, stops: StopRules) -> None:
+        """Expect output of a request; call before the engine gets it."""
+        state = _RequestState(uid, prompt_tokens, stops)
+        if stops.strings:
+            state.start_text(self._detokenizer)
+        self._live[uid] = state
+
+    def process(self, step: StepOutput, now_s: float) -> OutputEvents:
+        """Take one step's tokens; those of requests that have ended come late and are ignored.
+
+        `now_s` is the caller's clock; it marks when requests got their first token.
+        """
+        events = OutputEvents()
+        live = self._live
+        for uid, num_cached in zip(step.first_uids, step.first_cached, strict=True):
+            if (state := live.get(uid)) is not None and state.first_token_s is None:
+                state.first_token_s = now_s
+                state.cached_tokens = num_cached
+        uids = np.frombuffer(step.uids, dtype="<i8").tolist()
+        tokens = np.frombuffer(step.tokens, dtype="<i4").tolist()
+        # This loop runs once per row and step; most rows leave it after the append.
+        for uid, token, finish in zip(uids, tokens, step.finish, strict=True):
+            state = live.get(uid)
+            if state is None:
+                continue
+            if token >= 0:
+                state.token_ids.append(token)
+            if finish or state.text is not None:
+                self._advance(state, token, finish, events)
+        return events
+
+    def watch(self, uid: int) -> str | None:
+        """Report the request's text as deltas from now on.
+
+        Returns the text so far, which the deltas continue, or None if the request isn't running.
+        """
+        state = self._live.get(uid)
+        if state is None:
+            return None
+        text = state.text or state.start_text(self._detokenizer)
+        state.watched = True
+        return text.so_far()
+
+    def unwatch(self, uid: int) -> None:
+        """Report no more deltas of the request; an unknown uid is ignored."""
+        if (state := self._live.get(uid)) is not None:
+            state.watched = False
+
+    def abort(self, uids: Iterable[int]) -> OutputEvents:
+        """End requests at once with what they have; unknown uids are ignored."""
+        events = OutputEvents()
+        for uid in uids:
+            if (state := self._live.get(uid)) is not None:
+                self._settle(state, len(state.token_ids), "abort", None, events)
+                events.aborts.append(uid)
+        return events
+
+    def refuse(self, message: RequestsRefused) -> OutputEvents:
+        """End the requests that the engine refused; unknown uids are ignored."""
+        events = OutputEvents()
+        for uid, why in message.refused:
+            if (state := self._live.get(uid)) is not None:
+                self._settle(state, len(state.token_ids), "error", None, events, RequestError("request_refused", why))
+        return events
+
+    def _advance(self, state: _RequestState, token: int, finish: int, events: OutputEvents) -> None:
+        """Take the step's token, which is the last of `state.token_ids`, and how the engine ended the request."""
+        num_text_tokens = len(state.token_ids)
+        stop_reason = None
+        if finish == FINISH_STOP:
+            if token in state.stops.token_ids:
+                stop_reason = token
+            if stop_reason is None or not state.stops.include_in_output:
+                num_text_tokens -= 1
+        ended = self._settle(state, num_text_tokens, _FINISH_REASONS.get(finish), stop_reason, events)
+        if ended and finish == NOT_FINISHED:
+            events.aborts.append(state.uid)
+
+    def _settle(
+        self,
+        state: _RequestState,
+        num_text_tokens: int,
+        reason: FinishReason | None,
+        stop_reason: int | None,
+        events: OutputEvents,
+        error: RequestError | None = None,
+    ) -> bool:
+        """Let the text be that of the first `num_text_tokens` tokens, and end the request if there is a reason.
+
+        A stop string in the new text is a reason of its own. Returns whether the request ended.
+        """
+        stop_string = None
+        if state.text is not None:
+            offset = state.text.num_chars
+            released, stop_string = state.text.grow(state.token_ids, num_text_tokens, is_last=reason is not None)
+            if released and state.watched:
+                events.deltas.append(TextDelta(state.uid, offset, released, len(state.token_ids)))
+        if stop_string is not None:
+            reason = "stop"
+        if reason is None:
+            return False
+        del self._live[state.uid]
+        token_ids = state.token_ids.tolist()
+        events.finished.append(
+            SampleOutput(
+                uid=state.uid,
+                text=state.text.so_far() if state.text else self._detokenizer.decode_full(token_ids[:num_text_tokens]),
+                token_ids=token_ids,
+                finish_reason=reason,
+                stop_reason=stop_reason if stop_string is None else stop_string,
+                prompt_tokens=state.prompt_tokens,
+                cached_tokens=state.cached_tokens,
+                first_token_s=state.first_token_s,
+                error=error,
+            )
+        )
+        return True
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """One running request. Without a `text` that grows, its text is made at its end."""
+
+    uid: int
+    prompt_tokens: int
+    stops: StopRules
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    text: _GrowingText | None = None
+    watched: bool = False
+    cached_tokens: int = 0
+    first_token_s: float | None = None
+
+    def start_text(self, detokenizer: Detokenizer) -> _GrowingText:
+        """Make the text while it grows from now on, beginning with the tokens that are here."""
+        self.text = _GrowingText(detokenizer.stream(), self.stops)
+        self.text.grow(self.token_ids, len(self.token_ids), is_last=False)
+        return self.text
+
+
+class _GrowingText:
+    """The text of a request as its tokens come: detokenized, and searched for stop strings where there are any."""
+
+    __slots__ = ("_num_tokens", "_pieces", "_scanner", "_stream", "num_chars")
+
+    def __init__(self, stream: TextStream, stops: StopRules) -> None:
+        self._stream = stream
+        self._scanner = StopScanner(stops.strings, include=stops.include_in_output) if stops.strings else None
+        self._pieces: list[str] = []
+        self._num_tokens = 0
+        self.num_chars = 0
+
+    def grow(self, token_ids: Sequence[int], num_text_tokens: int, *, is_last: bool) -> tuple[str, str | None]:
+        """Take the tokens up to `num_text_tokens`; returns the text that this releases, and a stop string if found."""
+        text = "".join(map(self._stream.push, token_ids[self._num_tokens : num_text_tokens]))
+        self._num_tokens = num_text_tokens
+        if is_last:
+            text += self._stream.flush()
+        stop_string = None
+        if self._scanner is not None:
+            text, stop_string = self._scanner.push(text)
+            if is_last and stop_string is None:
+                text += self._scanner.flush()
+        if text:
+            self._pieces.append(text)
+            self.num_chars += len(text)
+        return text, stop_string
+
+    def so_far(self) -> str:
+        return "".join(self._pieces)

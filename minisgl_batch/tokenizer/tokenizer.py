@@ -1,0 +1,251 @@
+"""A model's tokenizer: prompts, chats and ids in, token ids out, and what its folder says about serving.
+
+Texts are encoded as Hugging Face's `AutoTokenizer` does, with special tokens where the tokenizer adds them; a chat is
+rendered by the model's template once, and gets no second BOS. Imports no torch. Called by the worker group's frontend
+and by the in-process `LLM`; ranks load no tokenizer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+
+from minisgl_batch.errors import ModelError, RequestError
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.tokenizer.detokenizer import Detokenizer, make_detokenizer
+from minisgl_batch.tokenizer.model_defaults import ModelDefaults, read_model_defaults
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
+Message: TypeAlias = Mapping[str, Any]
+PromptInput: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""A prompt as users give it: text, token ids, or chat messages."""
+
+# What a chat template's own code raises over messages that it wasn't written for.
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+# Without any of them transformers 5 makes up a tokenizer that has hardly a token.
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_PROBE = "turn-end-probe"  # a text that no template holds itself
+
+
+def hide_torch() -> None:
+    """Keep torch out of this process, where transformers would import it for nothing (a second and 180 MB).
+
+    For the `main` of a process that never computes; call it before anything imports transformers. An import of torch
+    then fails as if it weren't installed.
+    """
+    sys.modules["torch"] = cast(Any, None)  # documented: makes `import torch` raise ModuleNotFoundError
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # else it warns that models can't be used
+
+
+class ModelTokenizer:
+    """The tokenizer of one model folder.
+
+    Attributes:
+        detokenizer: the way back.
+        eos_ids: ids that end generation, sorted: those of generation_config.json, config.json, the tokenizer, and the
+            special token that the chat template puts behind an assistant's message.
+        default_sampling: what generation_config.json recommends.
+        max_len: the model's context in tokens.
+        vocab_size: ids must be below it.
+    """
+
+    def __init__(self, hf_tokenizer: Any, defaults: ModelDefaults) -> None:
+        """For a fast Hugging Face tokenizer; see `load`."""
+        self._hf = hf_tokenizer
+        self._fast: Tokenizer = hf_tokenizer.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.detokenizer: Detokenizer = make_detokenizer(self._fast)
+        self.default_sampling: SamplingParams = defaults.sampling
+        self.max_len = defaults.max_len
+        self.vocab_size = defaults.vocab_size
+        ends = {hf_tokenizer.eos_token_id, self._turn_end()} - {None}
+        self.eos_ids: tuple[int, ...] = tuple(sorted(defaults.eos_ids | ends))
+
+    @classmethod
+    def load(cls, folder: Path) -> ModelTokenizer:
+        """Load the tokenizer of a model folder in Hugging Face format; nothing is downloaded.
+
+        Raises:
+            ModelError: the folder holds no usable tokenizer; names the folder and what is missing.
+        """
+        defaults = read_model_defaults(folder)
+        if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+            raise ModelError(f"{folder} holds no tokenizer: tokenizer.json is missing")
+        from transformers import AutoTokenizer  # the slow import of this package: not before it is needed
+
+        try:
+            # Never ask on the terminal whether to run the model's own code.
+            hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # a tokenizer may fail in any way
+            raise ModelError(f"can't load a tokenizer from {folder}: {_first_line(error)}") from error
+        if not getattr(hf_tokenizer, "is_fast", False):
+            raise ModelError(
+                f"{folder} has only a slow tokenizer ({type(hf_tokenizer).__name__}): "
+                "a tokenizer.json is needed (save_pretrained of a fast tokenizer writes one)"
+            )
+        return cls(hf_tokenizer, defaults)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    def encode_prompt(self, text: str) -> IntArray:
+        """(num_tokens,) int32 ids of a text, with BOS where the tokenizer adds it.
+
+        Raises:
+            RequestError: the text is no valid Unicode.
+        """
+        return self.encode_prompts([text])[0]
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[IntArray]:
+        """`encode_prompt` of many, in parallel and without the GIL."""
+        for text in texts:
+            _check_unicode(text)
+        return self._encode(texts, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Message], system: str | None = None) -> IntArray:
+        """(num_tokens,) int32 ids of a chat that the model shall answer.
+
+        `system` is put in front of messages that have no system message.
+
+        Raises:
+            RequestError: the model has no chat template, or these messages don't suit it.
+        """
+        text = self.render_chat(messages, system)
+        return self._encode([text], add_special_tokens=False)[0]
+
+    def render_chat(self, messages: Sequence[Message], system: str | None = None) -> str:
+        """The text of a chat up to where the model's answer begins. Arguments and errors as `encode_chat`."""
+        if not self.has_chat_template:
+            raise RequestError(
+                "invalid_request", "the model has no chat template: give a prompt text instead of messages"
+            )
+        chat = [_plain_message(message, index) for index, message in enumerate(messages)]
+        if not chat:
+            raise RequestError("invalid_request", "messages is empty")
+        if system is not None and not any(message["role"] == "system" for message in chat):
+            chat.insert(0, {"role": "system", "content": system})
+        try:
+            text: str = self._hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except _TEMPLATE_ERRORS as error:
+            raise RequestError("invalid_request", f"the model's chat template refuses the messages: {error}") from error
+        _check_unicode(text)
+        return text
+
+    def encode_ids(self, token_ids: Sequence[int] | IntArray) -> IntArray:
+        """(num_tokens,) int32 ids as given.
+
+        Raises:
+            RequestError: an id isn't a whole number in [0, vocab_size).
+        """
+        if len(token_ids) == 0:
+            return np.empty(0, dtype=np.int32)
+        try:
+            ids = np.asarray(token_ids)
+        except ValueError:  # lists of different lengths inside
+            ids = np.empty(0)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise RequestError("invalid_request", "token ids must be a flat list of whole numbers")
+        self.check_ids(ids)
+        return ids.astype(np.int32)
+
+    def check_ids(self, token_ids: npt.NDArray[Any]) -> None:
+        """Raise RequestError unless the model has all these ids (a tokenizer may have more tokens than its model)."""
+        outside = (token_ids < 0) | (token_ids >= self.vocab_size)
+        if outside.any():
+            index = int(outside.argmax())
+            raise RequestError(
+                "invalid_request",
+                f"token {index} of the prompt is {token_ids[index]}: ids of this model are in [0, {self.vocab_size})",
+            )
+
+    def encode_inputs(
+        self, inputs: Sequence[PromptInput], *, system: str | None = None
+    ) -> list[IntArray | RequestError]:
+        """The ids of prompts of any kind, their texts in one batch; one that can't be used gives its error instead.
+
+        Args:
+            inputs: texts, token ids and chats, as they come.
+            system: put in front of chats that have no system message.
+        """
+        encoded: dict[int, IntArray | RequestError] = {}
+        prompts: dict[int, str] = {}
+        chats: dict[int, str] = {}
+        for index, given in enumerate(inputs):
+            try:
+                if isinstance(given, str):
+                    _check_unicode(given)
+                    prompts[index] = given
+                elif len(given) and isinstance(given[0], Mapping):
+                    chats[index] = self.render_chat(cast(Sequence[Message], given), system)
+                else:
+                    encoded[index] = self.encode_ids(cast(Sequence[int], given))
+            except RequestError as error:  # noqa: PERF203 - one input's fault is not the others'
+                encoded[index] = error
+        encoded.update(zip(prompts, self._encode(list(prompts.values()), add_special_tokens=True), strict=True))
+        encoded.update(zip(chats, self._encode(list(chats.values()), add_special_tokens=False), strict=True))
+        return [encoded[index] for index in range(len(inputs))]
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[IntArray]:
+        encodings = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def _turn_end(self) -> int | None:
+        """The special token right behind an assistant's message, when the chat template puts one there."""
+        if not self.has_chat_template:
+            return None
+        chat = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
+        try:
+            text: str = self._hf.apply_chat_template(chat, tokenize=False)
+        except _TEMPLATE_ERRORS:
+            return None  # a template for other kinds of chats says nothing about turns
+        if _PROBE not in text:
+            return None
+        behind = text[text.rindex(_PROBE) + len(_PROBE) :].lstrip()
+        ids = self._fast.encode(behind, add_special_tokens=False).ids
+        token = self._fast.get_added_tokens_decoder().get(ids[0]) if ids else None
+        return ids[0] if token is not None and token.special else None
+
+
+def _plain_message(message: Message, index: int) -> dict[str, Any]:
+    """The message with its content as one string, which is what templates of text models take."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError("invalid_request", f"messages[{index}] must be an object with a role")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = "\n".join(_text_of_part(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
+    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError("invalid_request", f"messages[{index}].content must be text, got {type(content).__name__}")
+    return {**message, "content": content}
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise RequestError("invalid_request", f"{where} is of type {kind!r}: only text parts can be used")
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            "invalid_request",
+            f"the text holds half of a surrogate pair at character {error.start}: it is no valid Unicode",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

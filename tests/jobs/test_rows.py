@@ -1,0 +1,197 @@
+"""What good rows become: shapes, sampling overrides, templates and options."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from minisgl_batch.errors import Fault, InvalidInputError, InvalidParameterError
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_jobs.model import Row
+from minisgl_jobs.rows import ReadOptions, RowReader, read_rows
+from minisgl_jobs.sources import object_lines
+
+
+def read(*lines: str | dict[str, Any], **options: Any) -> list[Row]:
+    encoded = [(line if isinstance(line, str) else json.dumps(line)).encode() for line in lines]
+    return list(RowReader("in", ReadOptions(**options)).rows(encoded))
+
+
+def read_fault(line: dict[str, Any], **options: Any) -> Fault:
+    (item,) = read_rows([json.dumps(line).encode()], ReadOptions(**options))
+    assert isinstance(item, Fault)
+    return item
+
+
+def user(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def test_each_shape_of_prompt() -> None:
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": "Ahoj, světe 👩‍💻"}]
+    rows = read({"prompt": "안녕"}, {"messages": messages}, {"prompt_token_ids": [0, 7, 2**31 - 1]})
+    assert rows == [
+        Row(row_index=0, prompt="안녕"),
+        Row(row_index=1, messages=messages),
+        Row(row_index=2, prompt_token_ids=[0, 7, 2**31 - 1]),
+    ]
+
+
+def test_sampling_at_the_top_and_nested() -> None:
+    (row,) = read({"prompt": "a", "max_tokens": 5, "temperature": 1, "seed": None, "sampling_params": {"stop": ["x"]}})
+    assert row.params == SamplingParams(max_tokens=5, temperature=1.0, stop=("x",))
+    (row,) = read({"prompt": "a", "max_completion_tokens": 5, "max_tokens": 5, "stop": "end", "sampling_params": None})
+    assert row.params == SamplingParams(max_tokens=5, stop="end")
+
+
+def test_metadata_keeps_its_text() -> None:
+    text = '{"id": 123456789012345678901234567890, "x": 1.50, "y": 1e400, "k": [null, "\\u00e9"]}'
+    plain, in_body = read(
+        f'\ufeff {{"prompt": "a", "metadata" : {text} , "custom_id": "č"}}',
+        f'{{"url": "/v1/completions", "body": {{"metadata": {text}, "prompt": "a"}}}}',
+    )
+    assert plain.metadata == in_body.metadata == text
+    assert plain.custom_id == "č"
+
+
+def test_openai_batch_lines() -> None:
+    reader = RowReader("in")
+    lines = [
+        {
+            "custom_id": "r1",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "gpt-x", "messages": user("hi"), "max_completion_tokens": 9, "user": "me", "n": 2},
+        },
+        {"url": "/v1/completions", "body": {"model": "gpt-x", "prompt": "Once", "max_tokens": 3, "echo": False}},
+        {"url": "/v1/completions", "body": {"model": "other", "prompt": [5, 6]}},
+    ]
+    rows = list(reader.rows(json.dumps(line).encode() for line in lines))
+    assert rows == [
+        Row(row_index=0, custom_id="r1", messages=user("hi"), params=SamplingParams(max_tokens=9, n=2)),
+        Row(row_index=1, prompt="Once", params=SamplingParams(max_tokens=3)),
+        Row(row_index=2, prompt_token_ids=[5, 6]),
+    ]
+    assert reader.models == ["gpt-x", "other"]
+
+
+def test_api_fields_that_change_nothing_are_passed_over() -> None:
+    neutral = {
+        "stream": False,
+        "presence_penalty": 0.0,
+        "logprobs": None,
+        "tools": [],
+        "response_format": {"type": "text"},
+        "repetition_penalty": 1,
+        "guided_json": None,
+        "store": True,
+    }
+    (row,) = read({"prompt": "a", **neutral})
+    assert row == Row(row_index=0, prompt="a")
+
+
+def test_text_parts_are_joined_and_tool_messages_stay() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    (row,) = read(
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    "name": None,
+                },
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c1", "content": ""},
+            ]
+        }
+    )
+    assert row.messages == [
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": ""},
+    ]
+
+
+def test_blank_lines_and_marks_are_no_rows() -> None:
+    lines = [b"\xef\xbb\xbf\n", b'\xef\xbb\xbf{"prompt": "a"}\r\n', b" \t\r\n", b"\n", b'  {"prompt": "b"}  ', b"\r\n"]
+    assert [(row.row_index, row.prompt) for row in RowReader("in").rows(lines)] == [(0, "a"), (1, "b")]
+
+
+def test_limit_reads_no_line_more() -> None:
+    def lines() -> Any:
+        yield b'{"prompt": "a"}'
+        yield b""
+        yield b'{"prompt": "b"}'
+        raise AssertionError("a line too many was read")
+
+    assert [row.prompt for row in RowReader("in", ReadOptions(limit=2)).rows(lines())] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, Row(row_index=0, prompt="hi")),
+        ({"chat": True}, Row(row_index=0, messages=user("hi"))),
+        ({"system": "Be kind."}, Row(row_index=0, messages=user("hi"))),
+        ({"template": "Say {prompt}"}, Row(row_index=0, messages=user("Say hi"))),
+        ({"template": "Say {prompt}", "chat": False}, Row(row_index=0, prompt="Say hi")),
+    ],
+)
+def test_prompts_become_chat_when_asked_or_implied(options: dict[str, Any], expected: Row) -> None:
+    assert read({"prompt": "hi"}, **options) == [expected]
+
+
+def test_system_message_needs_text() -> None:
+    fault = read_fault({"prompt_token_ids": [1]}, system="Be kind.")
+    assert (fault.field, fault.problem) == ("prompt_token_ids", "can't take the job's system message")
+
+
+def test_template_fills_columns_and_leaves_settings() -> None:
+    row = {"text": "a{b}", "n": 3, "tags": ["x", 1], "ok": True, "id": 9, "model": "m", "body": "B", "max_tokens": 4}
+    (filled,) = read(row, template="{{{n}}} {text} {tags} {ok} {n}", chat=False)
+    assert filled == Row(row_index=0, prompt='{3} a{b} ["x", 1] true 3', params=SamplingParams(max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "problem"),
+    [
+        ({}, "text", "is missing; the template uses it"),
+        ({"text": None}, "text", "is null; the template uses it"),
+        ({"text": ""}, "prompt", "is empty"),
+        ({"text": "a", "prompt": "b"}, "prompt", "stands beside a template"),
+        ({"text": "a", "max_token": 5}, "max_token", "isn't a known field"),
+        ({"text": "a", "max_new_tokens": 5}, "max_new_tokens", "isn't a known field"),
+        ({"text": "a", "logprobs": True}, "logprobs", "isn't supported (it is true)"),
+        ({"text": "a", "max_tokens": 0}, "max_tokens", "must be between 1 and 16777216, got 0"),
+    ],
+)
+def test_rows_that_a_template_cannot_use(row: dict[str, Any], field: str, problem: str) -> None:
+    fault = read_fault(row, template="{text}")
+    assert (fault.field, fault.problem) == (field, problem)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["plain", "{", "}", "{}", "{0.__class__}", "{a.b}", "{a[0]}", "{a!r}", "{a:>10}", "{a:{b}}", "", "{{a}}", "{a{b}}"],
+)
+def test_templates_that_are_refused(template: str) -> None:
+    with pytest.raises(InvalidParameterError, match=r"^template: "):
+        ReadOptions(template=template)
+
+
+def test_options_that_contradict() -> None:
+    for options in ({"limit": 0}, {"system": ""}, {"system": "x", "chat": False}):
+        with pytest.raises(InvalidParameterError):
+            ReadOptions(**options)  # type: ignore[arg-type]
+
+
+def test_rows_of_a_program_are_checked_alike() -> None:
+    rows = ["a", {"prompt": "b", "max_tokens": 3}, {"prompt": "\ud800"}, {"prompt": "c", "top_p": float("nan")}]
+    first, second, *faults = read_rows(object_lines(rows))
+    assert first == Row(row_index=0, prompt="a")
+    assert second == Row(row_index=1, prompt="b", params=SamplingParams(max_tokens=3))
+    assert [(f.line, f.field) for f in faults if isinstance(f, Fault)] == [(3, "prompt"), (4, "top_p")]
+    with pytest.raises(InvalidInputError, match="row 2"):
+        list(object_lines(["a", {"prompt": object()}]))

@@ -1,0 +1,86 @@
+"""The CPU's decode attention kernel against its twin, and the twin against plain mathematics."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from minisgl_kernels import cpp, reference
+from minisgl_kernels.decode_attention import decode_attention
+
+
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """In float64, every head by itself, every pair of tokens looked at."""
+    q_len, num_heads, _ = q.shape
+    kv_len, num_kv_heads, _ = k.shape
+    out = torch.empty_like(q, dtype=torch.float64)
+    for h in range(num_heads):
+        keys, values = k[:, h * num_kv_heads // num_heads].double(), v[:, h * num_kv_heads // num_heads].double()
+        for i in range(q_len):
+            position = kv_len - q_len + i
+            first = 0 if window is None else max(0, position - window + 1)
+            weights = (keys[first : position + 1] @ q[i, h].double() * scale).softmax(0)
+            out[i, h] = weights @ values[first : position + 1]
+    return out
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_twin_attends_as_its_definition_says(window: int | None) -> None:
+    for _ in range(20):
+        num_kv_heads, group, head_dim = random.randint(1, 3), random.randint(1, 5), random.choice([4, 10, 64])
+        kv_len = random.randint(1, 40)
+        q_len = random.randint(1, kv_len)
+        q = torch.randn(q_len, num_kv_heads * group, head_dim)
+        k, v = torch.randn(2, kv_len, num_kv_heads, head_dim).unbind(0)
+        got = reference.attend(q, k, v, head_dim**-0.5, window)
+        assert relative_error(got, plain_attention(q, k, v, head_dim**-0.5, window)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("group", [1, 2, 5, 8])
+def test_kernel_agrees_with_its_twin(dtype: torch.dtype, page_size: int, group: int) -> None:
+    assert cpp.load("decode_attention_cpu") is not None, "there is no C++ compiler"
+    num_rows, num_kv_heads, head_dim, max_pages = 7, random.randint(1, 3), random.choice([6, 64, 96, 128]), 9
+    num_heads = num_kv_heads * group
+    shape = (num_rows * max_pages + 3, page_size, num_kv_heads, head_dim)
+    k_pool, v_pool = torch.randn(2, *shape).to(dtype).unbind(0)
+    page_table = torch.randperm(shape[0])[: num_rows * max_pages].view(num_rows, max_pages).int()
+    slots = torch.randperm(num_rows).int()
+    kv_lens = torch.randint(1, max_pages * page_size + 1, (num_rows,), dtype=torch.int32)
+    # What projections give: rows of queries with keys and values behind them, so not contiguous.
+    q = torch.randn(num_rows, num_heads + 2 * num_kv_heads, head_dim).to(dtype)[:, :num_heads]
+    for window in (None, 1, page_size + 3):
+        got = decode_attention(q, k_pool, v_pool, page_table, slots, kv_lens, head_dim**-0.5, window)
+        want = reference.decode_attention(
+            q.float(), k_pool.float(), v_pool.float(), page_table, slots, kv_lens, head_dim**-0.5, window
+        )
+        assert got.dtype == dtype
+        assert relative_error(got, want) < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+def test_large_scores_overflow_nothing() -> None:
+    q = torch.full((1, 2, 8), 200.0)
+    k_pool = torch.randn(3, 4, 1, 8) * 200
+    v_pool = torch.randn(3, 4, 1, 8)
+    args = (torch.tensor([[2, 0, 1]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.tensor([11]).int())
+    got = decode_attention(q, k_pool, v_pool, *args, 1.0)
+    assert relative_error(got, reference.decode_attention(q, k_pool, v_pool, *args, 1.0)) < 1e-5
+
+
+def test_without_a_compiler_the_twin_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    monkeypatch.setattr(cpp, "load", cpp.load.__wrapped__)
+    q, pool = torch.randn(1, 2, 8), torch.randn(2, 4, 1, 8)
+    tables = (torch.tensor([[1, 0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.tensor([6]).int())
+    got = decode_attention(q, pool, pool, *tables, 0.5)
+    assert torch.equal(got, reference.decode_attention(q, pool, pool, *tables, 0.5))
+    assert "slower" in caplog.text

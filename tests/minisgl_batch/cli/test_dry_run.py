@@ -1,0 +1,70 @@
+"""`submit --dry-run`: counts and an estimate, and nothing is queued."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import redis
+
+from minisgl_batch.cli import worker as worker_command
+from minisgl_batch.hub import model_path
+from minisgl_batch.tokenizer import ModelTokenizer
+from tests.minisgl_batch.cli.conftest import RunCli, write_rows
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ModelTokenizer:
+    return ModelTokenizer.load(model_path("demo"))
+
+
+def test_tokens_are_those_of_a_worker(
+    run_cli: RunCli, client: redis.Redis, tmp_path: Path, tokenizer: ModelTokenizer
+) -> None:
+    prompts = ["one", "three more words", "many " * 100, "far too many " * tokenizer.max_len]
+    source = write_rows(tmp_path / "in.jsonl", [*prompts, {"prompt_token_ids": [1, 2, 3], "max_tokens": 2, "n": 3}, ""])
+    arguments = ["submit", source, "--model", "demo", "--max-tokens", 5, "--on-error", "record", "--dry-run"]
+    lengths = [len(tokenizer.encode_prompt(prompt)) for prompt in prompts[:3]] + [3]
+    record = json.loads(run_cli(*arguments, "--json").stdout)
+    assert record["prompt_tokens"] == sum(lengths)
+    assert record["longest_prompt_tokens"] == max(lengths)
+    assert record["max_output_tokens"] == 3 * 5 + 3 * 2
+    assert (record["num_rows"], record["num_chunks"], record["num_faults"]) == (6, 1, 1)
+    assert (record["num_refused"], record["num_too_long"]) == (1, 1)
+    assert record["context"] == tokenizer.max_len
+
+    shown = run_cli(*arguments).stdout
+    assert "rows           6 in 1 chunk, " in shown
+    assert f"prompt tokens  {sum(lengths):,} ({sum(lengths) / 4:,.0f} a row, {min(lengths)} to {max(lengths)})" in shown
+    assert "output tokens  at most 21\n" in shown
+    assert "refused        1 row can't be served, 1 of them too long" in shown
+    assert "row 3: the prompt has" in shown
+    rows_by_length = {}
+    for line in shown.splitlines():
+        if line.endswith("#"):
+            low, _, high, number, _ = line.replace(",", "").split()
+            rows_by_length[int(low), int(high)] = int(number)
+    expected = {span: sum(span[0] <= length <= span[1] for length in lengths) for span in rows_by_length}
+    assert rows_by_length == expected
+    assert sum(rows_by_length.values()) == 4
+
+    assert list(client.scan_iter()) == []
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_without_the_engine_rows_are_counted(run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_command, "_ENGINE_MODULES", ("no_such_engine",))
+    source = write_rows(tmp_path / "in.jsonl", ["a", "b"])
+    result = run_cli("submit", source, "--model", "some/model", "--dry-run")
+    assert result.stdout.startswith("rows  2 in 1 chunk, ")
+    assert "tokens aren't counted without no_such_engine: pip install 'minisgl-batch[engine]'" in result.stderr
+
+
+def test_faults_and_models_that_are_not_there(run_cli: RunCli, tmp_path: Path) -> None:
+    good = write_rows(tmp_path / "good.jsonl", ["a"])
+    bad = write_rows(tmp_path / "bad.jsonl", ["", "b"])
+    assert "1 of 2 rows can't be used" in run_cli("submit", bad, "--model", "demo", "--dry-run", code=2).stderr
+    result = run_cli("submit", good, "--model", "./nothing", "--dry-run", code=1)
+    assert "Error: no model folder at nothing" in result.stderr

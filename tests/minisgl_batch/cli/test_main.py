@@ -1,0 +1,108 @@
+"""The command as a whole: help, lazy loading, and how errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from minisgl_batch import __version__
+from minisgl_batch.cli.main import COMMANDS, cli, main
+from minisgl_batch.client import Client
+from minisgl_batch.errors import InvalidParameterError, ModelError, UsageError
+from tests.minisgl_batch.cli.conftest import RunCli
+from tests.processes import run_python
+
+
+def test_help_lists_all_commands_and_the_exit_codes() -> None:
+    result = CliRunner().invoke(cli, ["--help"])
+    assert result.exit_code == 0
+    for name in COMMANDS:
+        assert f"\n  {name} " in result.output
+    assert "130  interrupted" in result.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_what_the_list_says(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert inspect.getdoc(command.callback).splitlines()[0] == COMMANDS[name]  # type: ignore[union-attr]
+    result = CliRunner().invoke(cli, [name, "--help"])
+    assert result.exit_code == 0
+    assert result.output.startswith(f"Usage: cli {name} ")
+
+
+def test_help_loads_nothing_slow() -> None:
+    program = "; ".join(
+        [
+            "import sys",
+            "from minisgl_batch.cli.main import cli",
+            "cli(['--help'], standalone_mode=False)",
+            "print(sys.modules.keys() & {'torch', 'transformers', 'numpy', 'pyarrow', 'redis', 'rich'})",
+        ]
+    )
+    result = run_python(program)
+    assert result.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_load_no_torch(name: str) -> None:
+    program = f"import sys, minisgl_batch.cli.{name}; print('torch' in sys.modules)"
+    result = run_python(program)
+    assert result == "False\n"
+
+
+def test_version_and_unknown_commands() -> None:
+    assert __version__ in CliRunner().invoke(cli, ["--version"]).output
+    result = CliRunner().invoke(cli, ["sumbit"])
+    assert result.exit_code == 2
+    assert "No such command 'sumbit'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ModelError("no such model"), 1, "Error: no such model\n"),
+        (UsageError("they contradict"), 2, "Error: they contradict\n"),
+        (InvalidParameterError("as_json", "is wrong"), 2, "Error: --json: is wrong\n"),
+        (InvalidParameterError("elsewhere", "is wrong"), 2, "Error: elsewhere: is wrong\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_become_messages(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Client, "jobs", fail)
+    result = run_cli("jobs", code=code)
+    assert result.stderr.endswith(message)
+    assert result.stdout == ""
+
+
+def test_a_defect_is_not_hidden(monkeypatch: pytest.MonkeyPatch, run_cli: RunCli) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Client, "jobs", fail)
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        run_cli("jobs")
+
+
+def test_a_redis_that_is_not_there(tmp_path: object) -> None:
+    url = f"unix://user:secret@{tmp_path}/nothing.sock"
+    result = CliRunner().invoke(cli, ["jobs", "--redis", url])
+    assert result.exit_code == 1
+    assert "can't be reached" in result.stderr
+    assert "secret" not in result.output
+
+
+def test_the_console_script_exits_with_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["minisgl-batch", "status"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2

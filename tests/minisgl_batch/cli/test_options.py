@@ -1,0 +1,90 @@
+"""Options on their way into configs, from flags and from the environment."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from minisgl_batch.cli import worker as worker_command
+from minisgl_batch.cli.main import cli
+from minisgl_batch.config import EngineConfig
+from minisgl_workers.options import WorkerOptions
+
+URL = "unix:///nowhere.sock"
+VALUES: dict[str, Any] = {
+    "page_size": 4,
+    "num_pages": 100,
+    "max_running": 7,
+    "max_prefill_tokens": 64,
+    "max_seq_len": 512,
+    "memory_ratio": 0.25,
+    "dtype": "float32",
+    "attention_backend": "torch,torch",
+    "cache": "naive",
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerOptions]:
+    """The options of workers that would have been run."""
+    options: list[WorkerOptions] = []
+    monkeypatch.setattr("minisgl_workers.group.run_worker", lambda given, _: options.append(given))
+    monkeypatch.setattr(worker_command, "setup_logging", lambda _: None)
+    return options
+
+
+def start(*args: str, env: dict[str, str] | None = None) -> None:
+    result = CliRunner().invoke(cli, ["worker", "--model", "m", "--redis", URL, *args], env=env)
+    assert result.exit_code == 0, result.output
+
+
+def test_defaults_are_those_of_the_config(started: list[WorkerOptions]) -> None:
+    start()
+    assert started == [WorkerOptions(engine=EngineConfig(model="m"), redis_url=URL)]
+
+
+def test_every_engine_option_as_flag_and_in_the_environment(started: list[WorkerOptions]) -> None:
+    flags = [arg for name, value in VALUES.items() for arg in (f"--{name.replace('_', '-')}", str(value))]
+    start(*flags, "--overlap", "--dummy-weights", "--served-model-name", "x", "--drain-s", "3")
+    env = {f"MINISGL_{name.upper()}": str(value) for name, value in VALUES.items()}
+    start(env={**env, "MINISGL_OVERLAP": "1", "MINISGL_DUMMY_WEIGHTS": "true", "MINISGL_SERVED_MODEL_NAME": "x"})
+    engine = EngineConfig(model="m", overlap=True, dummy_weights=True, **VALUES)
+    assert {field.name for field in fields(EngineConfig)} == {"model", "overlap", "dummy_weights", *VALUES}
+    by_flag, by_env = started
+    assert by_flag == WorkerOptions(engine=engine, redis_url=URL, served_model_name="x", drain_s=3.0)
+    assert by_env == WorkerOptions(engine=engine, redis_url=URL, served_model_name="x")
+
+
+def test_no_overlap(started: list[WorkerOptions]) -> None:
+    start("--no-overlap")
+    start(env={"MINISGL_OVERLAP": "0"})
+    assert [options.engine.overlap for options in started] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--page-size", "0"], "0 is not in the range x>=1"),
+        (["--cache", "lru"], "'lru' is not one of 'radix', 'naive'"),
+        (["--memory-ratio", "0"], "--memory-ratio: must be in (0, 1], got 0"),
+    ],
+)
+def test_values_that_are_refused(started: list[WorkerOptions], args: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["worker", "--model", "m", "--redis", URL, *args])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert started == []
+
+
+@pytest.mark.parametrize("command", ["worker", "run"])
+def test_the_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch, command: str, tmp_path: Path) -> None:
+    monkeypatch.setattr(worker_command, "_ENGINE_MODULES", ("no_such_engine",))
+    source = [str(tmp_path / "in.jsonl")] if command == "run" else []
+    result = CliRunner().invoke(cli, [command, *source, "--model", "m", "--redis", URL])
+    assert result.exit_code == 2
+    assert "(no_such_engine): pip install 'minisgl-batch[engine]'" in result.output

@@ -1,0 +1,83 @@
+"""`results`: all formats, to standard output and to files, of whole and unfinished jobs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import redis
+
+from tests.jobs.helpers import wait_for
+from tests.minisgl_batch.cli.conftest import RunCli
+from tests.minisgl_batch.cli.test_look import half_done
+from tests.minisgl_batch.echo_worker import EchoWorker
+
+
+def test_formats(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}], "custom_id": "é"}, {"prompt": "b", "metadata": {"k": 1}}]
+    with EchoWorker(client):
+        job_id = submit(rows, "--wait")
+    lines = [json.loads(line) for line in run_cli("results", job_id).stdout.splitlines()]
+    assert [line["text"] for line in lines] == ["echo a", "echo b"]
+    assert lines[1]["metadata"] == {"k": 1}
+    openai = [json.loads(line) for line in run_cli("results", job_id, "--format", "openai").stdout.splitlines()]
+    assert openai[0]["custom_id"] == "é"
+    assert openai[0]["response"]["body"]["choices"][0]["message"]["content"] == "echo a"
+    table = list(csv.DictReader(io.StringIO(run_cli("results", job_id, "--format", "csv").stdout)))
+    assert [row["text"] for row in table] == ["echo a", "echo b"]
+    raw = run_cli("results", job_id, "--format", "parquet").stdout_bytes
+    assert pq.read_table(io.BytesIO(raw))["text"].to_pylist() == ["echo a", "echo b"]
+    result = run_cli("results", job_id, "--format", "parquet", "--output", tmp_path / "all.parquet")
+    assert result.stdout == ""
+    assert f"2 results written to {tmp_path / 'all.parquet'}" in result.stderr
+    assert pq.read_table(tmp_path / "all.parquet").num_rows == 2
+
+
+def test_openai_output_of_text_completions(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a"], "--wait")
+    (line,) = run_cli("results", job_id, "--format", "openai").stdout.splitlines()
+    body = json.loads(line)["response"]["body"]
+    assert (body["object"], body["choices"][0]["text"]) == ("text_completion", "echo a")
+
+
+def test_an_unfinished_job(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]) -> None:
+    with EchoWorker(client, hold=True):
+        job_id = submit(["a", "b", "c", "d"], "--chunk-rows", 3)
+        wait_for("rows", lambda: half_done(job_id))
+        refused = run_cli("results", job_id, code=1)
+        assert "is running: wait for its end, or ask for partial results" in refused.stderr
+        (line,) = run_cli("results", job_id, "--partial").stdout.splitlines()
+        assert json.loads(line)["text"] == "echo a"
+        run_cli("cancel", job_id)
+
+
+def test_a_canceled_job(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]) -> None:
+    with EchoWorker(client, hold=True):
+        job_id = submit(["a", "b"])
+        wait_for("rows", lambda: half_done(job_id))
+        run_cli("cancel", job_id)
+        run_cli("tail", job_id, code=1)
+    result = run_cli("results", job_id)
+    assert f"job {job_id} was canceled: these are the rows that were finished" in result.stderr
+    assert [json.loads(line)["text"] for line in result.stdout.splitlines()] == ["echo a"]
+
+
+def test_a_file_is_there_whole_or_not_at_all(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a", "b"], "--wait", "--chunk-rows", 1)
+    (tmp_path / "out" / "part-000001.parquet").write_bytes(b"damaged")
+    target = tmp_path / "files" / "all.jsonl"
+    assert "can't be written: No such file" in run_cli("results", job_id, "-o", target, code=1).stderr
+    target.parent.mkdir()
+    target.write_text("old")
+    assert "part-000001.parquet can't be read" in run_cli("results", job_id, "-o", target, code=1).stderr
+    assert os.listdir(target.parent) == ["all.jsonl"]
+    assert target.read_text() == "old"

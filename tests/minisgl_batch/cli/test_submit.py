@@ -1,0 +1,187 @@
+"""`submit`: what is queued, what is said, and that nothing is queued when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from minisgl_batch.client import Client
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_jobs.chunks import decode_chunk
+from minisgl_jobs.keys import QueueKeys, queue_name
+from minisgl_jobs.model import JobState, Priority, Row
+from tests.minisgl_batch.cli.conftest import RunCli, write_rows
+from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
+
+TEN_FAULTS = [
+    ('{"prompt": ""}', "prompt", "is empty"),
+    ('{"prompt": 5}', "prompt", "must be a string"),
+    ('{"max_tokens": 4}', "prompt", "is missing"),
+    ('{"prompt": "a", "max_tokens": 0}', "max_tokens", "must be between 1 and"),
+    ('{"prompt": "a", "max_tokens": "16"}', "max_tokens", "must be a whole number"),
+    ('{"prompt": "a", "temperature": -1}', "temperature", "must be in [0, 100]"),
+    ('{"prompt": "a", "tempreature": 1}', "tempreature", "isn't a known field"),
+    ('{"messages": [{"role": "user"}]}', "messages[0].content", "is missing"),
+    ('{"prompt": "a"', "-", "isn't valid JSON"),
+    ('["a"]', "-", "must be a JSON object"),
+    ('{"prompt": "a", "custom_id": "twice"}', "custom_id", '"twice" stands on line 1 already'),
+]
+
+
+def spec_of(client: redis.Redis, job_id: str) -> tuple[object, list[Row]]:
+    """A queued job and the rows of its first chunk."""
+    keys = QueueKeys(queue_name(MODEL))
+    with Client() as api:
+        spec = api.job(job_id).status().spec
+    return spec, decode_chunk(client.hget(keys.job(job_id, "in"), "0"))  # type: ignore[arg-type]
+
+
+def end(client: redis.Redis, job_id: str) -> None:
+    """Cancel a job that a test is done with, and see it to its end."""
+    with Client() as api, EchoWorker(client):
+        job = api.job(job_id)
+        job.cancel()
+        assert job.wait(20).state is JobState.CANCELED
+
+
+def test_prints_the_id_and_how_to_go_on(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "my prompts.jsonl", ["a", "b", "c"])
+    result = run_cli("submit", source, "--model", MODEL)
+    job_id = result.stdout.strip()
+    assert job_id.startswith("my-prompts-20")
+    output = tmp_path / "outputs" / job_id
+    assert f"3 rows queued for echo, to be written to {output}" in result.stderr
+    assert f"minisgl-batch tail {job_id}" in result.stderr
+    assert "warning: no worker serves echo now" in result.stderr
+    end(client, job_id)
+
+
+def test_json(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    result = run_cli("submit", source, "--model", MODEL, "--json", "--job-id", "mine", "--output", "there")
+    assert json.loads(result.stdout) == {
+        "job_id": "mine",
+        "model": MODEL,
+        "num_rows": 1,
+        "output": str(tmp_path / "there"),
+        "waiting": "no worker for echo",
+    }
+    end(client, "mine")
+
+
+def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
+    options = "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --n 2 --stop x --stop y --ignore-eos"
+    options += " --seed 9 --limit 2 --priority high --chunk-rows 1 --token-ids --no-chat --on-error record"
+    template = ["--template", "Say {text}."]
+    job_id = run_cli("submit", source, "--model", MODEL, *options.split(), *template).stdout.strip()
+    spec, rows = spec_of(client, job_id)
+    params = SamplingParams(
+        max_tokens=5, temperature=0.0, top_p=0.5, top_k=3, min_p=0.1, n=2, stop=("x", "y"), ignore_eos=True
+    )
+    assert (spec.params, spec.seed, spec.num_rows, spec.chunk_rows) == (params, 9, 2, 1)  # type: ignore[attr-defined]
+    assert (spec.priority, spec.token_ids) == (Priority.HIGH, True)  # type: ignore[attr-defined]
+    assert rows == [Row(row_index=0, prompt="Say a.")]
+    end(client, job_id)
+
+
+def test_no_options_set_nothing(client: redis.Redis, submit: Callable[..., str]) -> None:
+    job_id = submit(["a"])
+    spec, rows = spec_of(client, job_id)
+    assert spec.params == SamplingParams()  # type: ignore[attr-defined]
+    assert rows == [Row(row_index=0, prompt="a")]
+    end(client, job_id)
+
+
+def test_standard_input_and_a_system_message(run_cli: RunCli, client: redis.Redis) -> None:
+    arguments = ["--model", MODEL, "--system", "Be kind."]
+    result = run_cli("submit", "-", *arguments, stdin='{"prompt": "안녕"}\r\n\n{"prompt": "b"}')
+    job_id = result.stdout.strip()
+    assert job_id.startswith("stdin-")
+    spec, rows = spec_of(client, job_id)
+    assert spec.system == "Be kind."  # type: ignore[attr-defined]
+    assert [row.messages for row in rows] == [[{"role": "user", "content": text}] for text in ("안녕", "b")]
+    end(client, job_id)
+
+
+def test_a_table_of_all_kinds_of_faults(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = tmp_path / "bad.jsonl"
+    source.write_text("\n".join(['{"prompt": "a", "custom_id": "twice"}', *(line for line, _, _ in TEN_FAULTS)]))
+    result = run_cli("submit", source, "--model", MODEL, code=2)
+    lines = result.stderr.splitlines()
+    assert lines[0] == f"Error: {source}: 11 of 12 rows can't be used"
+    assert lines[1].split() == ["line", "field", "problem", "what", "to", "do"]
+    for number, (shown, (_, field, problem)) in enumerate(zip(lines[2:], TEN_FAULTS, strict=True), 2):
+        assert shown.split()[:2] == [str(number), field]
+        assert problem in shown
+    assert result.stdout == ""
+    assert list(client.scan_iter()) == []
+    assert os.listdir(tmp_path) == ["bad.jsonl"]
+
+
+def test_faults_are_recorded(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = tmp_path / "bad.jsonl"
+    source.write_text('{"prompt": "a"}\n{\n{"prompt": "b", "n": 0}\n')
+    with EchoWorker(client):
+        arguments = ["submit", source, "--model", MODEL, "--on-error", "record", "--wait"]
+        result = run_cli(*arguments, code=1)
+    assert "2 of 3 rows can't be used and become error rows:" in result.stderr
+    assert "partial: 1 row ok, 2 failed" in result.stderr
+    assert "failed: row 1: invalid_request: line 2: isn't valid JSON" in result.stderr
+    assert '"a" -> "echo a"' in result.stderr
+
+
+def test_wait_shows_what_came_of_it(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a", {"messages": [{"role": "user", "content": "x\ny"}]}])
+    with EchoWorker(client):
+        result = run_cli("submit", source, "--model", MODEL, "--wait")
+    assert "finished: 2 rows ok, 0 failed in" in result.stderr
+    assert "50% of prompt tokens from the cache" in result.stderr
+    assert '  "a" -> "echo a"\n  "x\\ny" -> "echo x\\ny"\n' in result.stderr
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_a_dataset_is_not_overwritten_by_accident(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    with EchoWorker(client):
+        submit(["a"], "--wait")
+        source = tmp_path / "in.jsonl"
+        result = run_cli("submit", source, "--model", MODEL, "-o", tmp_path / "out", code=1)
+        assert "holds a dataset: choose another folder, or overwrite it with --overwrite" in result.stderr
+        submit(["b"], "--wait", "--overwrite")
+
+
+def test_models_that_openai_lines_name(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    body = {"model": "gpt-x", "prompt": "a"}
+    source = write_rows(tmp_path / "in.jsonl", [{"custom_id": "1", "url": "/v1/completions", "body": body}])
+    result = run_cli("submit", source, "--model", MODEL)
+    assert "the input names gpt-x; the job runs on echo" in result.stderr
+    end(client, result.stdout.strip())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", MODEL, "--max-tokens", "0"], "--max-tokens: must be between 1 and"),
+        (["--model", MODEL, "--template", "no field"], "--template: "),
+        (["--model", MODEL, "--job-id", "a b"], "--job-id: must be up to 128 letters"),
+        (["--model", MODEL, "--output", "s3://x"], "--output: must be a local folder"),
+        (["--model", MODEL, "--system", "x", "--no-chat"], "--system: needs chat messages"),
+        (["--model", ""], "--model: is empty"),
+        ([], "Missing option '--model'"),
+    ],
+)
+def test_bad_usage(run_cli: RunCli, tmp_path: Path, arguments: list[str], message: str) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    assert message in run_cli("submit", source, *arguments, code=2).stderr
+
+
+def test_inputs_that_are_not_there(run_cli: RunCli) -> None:
+    result = run_cli("submit", "nothing.jsonl", "--model", MODEL, code=2)
+    assert "nothing.jsonl: there is no such file" in result.stderr

@@ -1,0 +1,27 @@
+"""One rank of a group without the others, for looking at what it holds and computes by itself."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_batch.distributed.group import TPGroup
+
+
+class _Silent:
+    """Collectives whose other ranks add nothing."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, *[torch.zeros_like(x)] * (self._size - 1)])
+
+    def close(self) -> None:
+        pass
+
+
+def lone_rank(rank: int, size: int) -> TPGroup:
+    return TPGroup(rank, size, _Silent(size))

@@ -1,0 +1,69 @@
+"""The sampler: greedy is exact, samples follow the softmax, and neighbours change nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_batch.engine.sampler import sample
+from minisgl_batch.engine.tables import SamplingRows
+
+
+def rows(num_rows: int, **changes: torch.Tensor) -> SamplingRows:
+    values = {
+        "temperature": torch.ones(num_rows),
+        "top_k": torch.zeros(num_rows, dtype=torch.int32),
+        "top_p": torch.ones(num_rows),
+        "min_p": torch.zeros(num_rows),
+        "seeds": torch.randint(0, 1 << 62, (num_rows,)),
+        "sample_indices": torch.zeros(num_rows, dtype=torch.int64),
+        "positions": torch.arange(num_rows),
+    }
+    return SamplingRows(**(values | changes))
+
+
+def test_greedy_is_argmax_and_ties_go_to_the_lower_id() -> None:
+    logits = torch.randn(50, 300)
+    logits[7, 100] = logits[7, 200] = 100.0
+    tokens = sample(logits, None, any_filter=False)
+    assert torch.equal(tokens, logits.argmax(-1).int())
+    assert tokens[7] == 100
+
+
+def test_greedy_rows_stay_greedy_among_sampled_ones() -> None:
+    logits = torch.randn(40, 100)
+    temperature = torch.where(torch.arange(40) % 2 == 0, 0.0, 1.3)
+    for any_filter in (False, True):
+        tokens = sample(logits, rows(40, temperature=temperature), any_filter=any_filter)
+        assert torch.equal(tokens[::2], logits[::2].argmax(-1).int())
+        assert not torch.equal(tokens[1::2], logits[1::2].argmax(-1).int())
+
+
+def test_samples_follow_the_softmax() -> None:
+    num_rows, temperature = 40_000, 0.7
+    logits = torch.randn(12)
+    values = rows(num_rows, temperature=torch.full((num_rows,), temperature))
+    tokens = sample(logits.expand(num_rows, -1), values, any_filter=False)
+    seen = torch.bincount(tokens, minlength=12) / num_rows
+    torch.testing.assert_close(seen, (logits / temperature).softmax(-1), atol=0.012, rtol=0)
+
+
+def test_filters_only_remove() -> None:
+    """With all filters neutral the filtering path draws the same tokens as the plain one."""
+    logits, values = torch.randn(100, 200), rows(100)
+    assert torch.equal(sample(logits, values, any_filter=True), sample(logits, values, any_filter=False))
+
+
+def test_filtered_rows_draw_from_what_is_left() -> None:
+    num_rows = 2000
+    logits = torch.randn(50)
+    values = rows(num_rows, top_k=torch.full((num_rows,), 3, dtype=torch.int32))
+    tokens = sample(logits.expand(num_rows, -1), values, any_filter=True)
+    assert set(tokens.tolist()) == set(logits.topk(3).indices.tolist())
+
+
+def test_a_row_draws_the_same_alone_and_among_others() -> None:
+    logits, values = torch.randn(30, 64), rows(30)
+    together = sample(logits, values, any_filter=False)
+    order = torch.randperm(30)[:7]
+    alone = SamplingRows(*(getattr(values, name)[order] for name in SamplingRows.__slots__))
+    assert torch.equal(sample(logits[order], alone, any_filter=False), together[order])

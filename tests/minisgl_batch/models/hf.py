@@ -1,0 +1,71 @@
+"""Tiny random models of transformers, which ours are compared with."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES: dict[str, tuple[type, type]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def random_model(family: str, **given: Any) -> PreTrainedModel:
+    """A float32 model of random sizes, but for those given; every parameter is random, norms and biases too."""
+    num_kv_heads = random.choice((1, 2, 3))
+    num_heads = num_kv_heads * random.choice((1, 2, 4))
+    head_dim = random.choice((6, 8, 10))
+    sizes = {
+        "hidden_size": num_heads * head_dim,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "intermediate_size": random.randrange(20, 60),
+        "num_hidden_layers": random.choice((2, 3)),
+        "vocab_size": random.randrange(50, 200),
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": random.choice((500.0, 10000.0, 1e6)),
+        "tie_word_embeddings": random.random() < 0.5,
+        "attn_implementation": "eager",
+    }
+    if family == "qwen3":
+        sizes["head_dim"] = 2 * random.randrange(2, 9)
+    config_class, model_class = FAMILIES[family]
+    model: PreTrainedModel = model_class(config_class(**(sizes | given))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.1)
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    """The folder, with config.json and safetensors files."""
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def random_sequences(vocab_size: int, lengths: list[int]) -> list[list[int]]:
+    return [[random.randrange(vocab_size) for _ in range(n)] for n in lengths]
+
+
+@torch.no_grad()
+def hf_logits(model: PreTrainedModel, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Logits after every token: one (len, vocab_size) tensor per sequence."""
+    return [model(torch.tensor([ids])).logits[0] for ids in sequences]

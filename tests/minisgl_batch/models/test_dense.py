@@ -1,0 +1,133 @@
+"""Every architecture and variant against transformers: equal logits for a ragged batch, in two steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_batch.attention.base import AttentionBackend, ForwardContext
+from minisgl_batch.batch import ForwardBatch
+from minisgl_batch.distributed.group import SINGLE
+from minisgl_batch.models.base import CausalLM
+from minisgl_batch.models.config import load_model_config
+from minisgl_batch.models.registry import make_model
+from minisgl_batch.models.weights import load_weights
+from tests.minisgl_batch.distributed.lone_rank import lone_rank
+from tests.minisgl_batch.models.contiguous import sequence_logits
+from tests.minisgl_batch.models.hf import hf_logits, random_model, random_sequences, save
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, untied": ("llama", {"tie_word_embeddings": False}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, own head_dim": ("llama", {"head_dim": 12}),
+    "llama, linear rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+    "llama, llama3 rope": ("llama", {"rope_scaling": LLAMA3}),
+    "llama, yarn": ("llama", {"rope_scaling": YARN}),
+    "qwen3, yarn with attention_factor": ("qwen3", {"rope_scaling": YARN | {"attention_factor": 1.37}}),
+    "qwen2, yarn with mscale": ("qwen2", {"rope_scaling": YARN | {"mscale": 1.3, "mscale_all_dim": 0.6}}),
+    "mistral, yarn with betas": ("mistral", {"rope_scaling": YARN | {"beta_fast": 8.0, "beta_slow": 0.5}}),
+    "mistral, window": ("mistral", {"sliding_window": 7}),
+    "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 14}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, window in upper layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3, tied and biased": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3, window in odd layers": (
+        "qwen3",
+        {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    model = make_model(load_model_config(folder), SINGLE, dtype, torch.device("cpu"))
+    load_weights(model, folder)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    family, given = CASES[case]
+    reference = random_model(family, **given)
+    if given.get("use_sliding_window") and not hasattr(reference.model, "has_sliding_layers"):
+        pytest.skip("this version of transformers has no windows by layer")
+    lengths = [1, 40, *(random.randrange(2, 40) for _ in range(4))]
+    sequences = random_sequences(reference.config.vocab_size, lengths)
+    cuts = [1, 39, *(random.randint(1, n) for n in lengths[2:])]
+
+    ours = sequence_logits(loaded(save(reference, tmp_path)), sequences, cuts)
+
+    for got, want in zip(ours, hf_logits(reference, sequences), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_follows_the_rounding_of_transformers(tmp_path: Path) -> None:
+    """Not equal, as sums round differently, but as near to the exact logits as transformers comes."""
+    exact = random_model("qwen3", hidden_size=48)
+    sequences = random_sequences(exact.config.vocab_size, [30, 17])
+    save(exact.bfloat16(), tmp_path)  # rounds the weights, and computes in bfloat16
+    rounded = hf_logits(exact, sequences)
+    wanted = hf_logits(exact.float(), sequences)
+
+    ours = sequence_logits(loaded(tmp_path, torch.bfloat16), sequences, [30, 3])
+
+    for got, theirs, want in zip(ours, rounded, wanted, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got - want).square().mean() < 2.0 * (theirs - want).square().mean()
+
+
+def test_a_model_on_the_meta_device_has_sizes_only(tmp_path: Path) -> None:
+    reference = random_model("llama", tie_word_embeddings=False)
+    config = load_model_config(save(reference, tmp_path))
+    with torch.device("meta"):
+        model = make_model(config, SINGLE, torch.bfloat16)
+    assert {p.device.type for p in [*model.parameters(), *model.buffers()]} == {"meta"}
+    assert sum(p.numel() for p in model.parameters()) == reference.num_parameters()
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+class Passing(AttentionBackend):
+    """Attention that gives each token its own query back."""
+
+    def prepare_metadata(self, batch: ForwardBatch) -> None:
+        pass
+
+    def forward(self, q: torch.Tensor, *_: Any) -> torch.Tensor:
+        return q
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_depends_on_no_values(size: int, tmp_path: Path) -> None:
+    """A CUDA graph can hold it: on the meta device, which has no values, reading one back or a shape from one fails."""
+    reference = random_model(
+        "qwen3", num_attention_heads=4, num_key_value_heads=2, vocab_size=99, intermediate_size=32, hidden_size=40
+    )
+    config = load_model_config(save(reference, tmp_path))
+    model = make_model(config, lone_rank(size - 1, size), torch.bfloat16, torch.device("meta"))
+    ids = positions = torch.zeros(7, dtype=torch.int32, device="meta")
+    hidden = model(ids, positions, ForwardContext(None, Passing()))  # type: ignore[arg-type]
+    assert hidden.shape == (7, 40)
+    assert model.gather_logits(model.logits(hidden[:3])).shape == (3, 99)

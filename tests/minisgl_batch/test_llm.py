@@ -1,0 +1,137 @@
+"""The in-process LLM with the demo model: every kind of prompt, streams, stops, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minisgl_batch import LLM, SamplingParams
+from minisgl_batch.errors import InvalidParameterError, ModelError, RequestError, UsageError
+
+QUESTION = "What is 17 + 25?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+EXAMPLES = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo", dtype="float32", seed=0)
+
+
+def example_messages(num_rows: int) -> list[list[dict[str, str]]]:
+    lines = EXAMPLES.read_text(encoding="utf-8").splitlines()[:num_rows]
+    return [json.loads(line)["messages"] for line in lines]
+
+
+def test_text_messages_and_ids_are_prompts(llm: LLM) -> None:
+    ids = llm.tokenizer.encode_chat(MESSAGES).tolist()
+    for prompt in (MESSAGES, ids, [MESSAGES], [ids]):
+        (output,) = llm.generate(prompt, progress=False)
+        assert output.outputs[0].text == "42"
+        assert output.outputs[0].finish_reason == "stop"
+        assert output.prompt_token_ids == ids
+    outputs = llm.generate([QUESTION, MESSAGES, ids], progress=False)
+    assert [output.prompt for output in outputs] == [QUESTION, MESSAGES, ids]
+    assert len(llm.generate([], progress=False)) == 0
+
+
+def test_outputs_come_in_the_order_of_prompts(llm: LLM) -> None:
+    prompts = [[{"role": "user", "content": f"What is {a} + 1?"}] for a in range(10, 60)]
+    outputs = llm.chat(prompts, progress=False)
+    assert [output.outputs[0].text for output in outputs] == [str(a + 1) for a in range(10, 60)]
+
+
+def test_second_call_is_served_from_the_cache(llm: LLM) -> None:
+    (messages,) = example_messages(1)
+    first, second = (llm.generate(messages, progress=False)[0] for _ in range(2))
+    assert first.outputs == second.outputs
+    assert second.num_cached_tokens == (len(second.prompt_token_ids) - 1) // 16 * 16
+
+
+def test_streamed_text_is_the_generated_text(llm: LLM) -> None:
+    prompts = example_messages(40)
+    texts = [""] * len(prompts)
+    finished = {}
+    for event in llm.stream(prompts):
+        assert event.prompt_index not in finished
+        texts[event.prompt_index] += event.text
+        if event.finished is not None:
+            finished[event.prompt_index] = event.finished
+    outputs = [output.outputs[0] for output in llm.generate(prompts, progress=False)]
+    assert [finished[i] for i in range(len(prompts))] == outputs
+    assert texts == [output.text for output in outputs]
+
+
+def test_leaving_a_stream_ends_its_requests(llm: LLM) -> None:
+    params = SamplingParams(ignore_eos=True, max_tokens=500)
+    for event in llm.stream([QUESTION] * 5, params):
+        assert event.finished is None
+        break
+    assert llm.stats().num_running == 0
+    assert llm.generate(MESSAGES, progress=False)[0].outputs[0].text == "42"
+
+
+def test_samples_differ_and_seeds_repeat(llm: LLM) -> None:
+    params = SamplingParams(n=8, temperature=5.0, seed=3, max_tokens=12, ignore_eos=True)
+    (first,), (second,) = (llm.generate(QUESTION, params, progress=False) for _ in range(2))
+    assert [sample.index for sample in first.outputs] == list(range(8))
+    assert len({sample.text for sample in first.outputs}) == 8
+    assert first.outputs == second.outputs
+
+
+def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 5, 9)]
+    outputs = llm.generate([QUESTION] * 3, params, progress=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 9]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    with pytest.raises(UsageError, match="2 were given for 3 prompts"):
+        llm.generate([QUESTION] * 3, params[:2], progress=False)
+
+
+def test_stop_string_ends_a_row_and_names_itself(llm: LLM) -> None:
+    (output,) = llm.generate(MESSAGES, SamplingParams(stop=["2"]), progress=False)
+    sample = output.outputs[0]
+    assert (sample.text, sample.finish_reason, sample.stop_reason) == ("4", "stop", "2")
+    params = SamplingParams(stop="2", include_stop_str_in_output=True)
+    assert llm.generate(MESSAGES, params, progress=False)[0].outputs[0].text == "42"
+
+
+def test_stop_token_ends_a_row(llm: LLM) -> None:
+    token_ids = llm.generate(MESSAGES, progress=False)[0].outputs[0].token_ids
+    (output,) = llm.generate(MESSAGES, SamplingParams(stop_token_ids=[token_ids[1]]), progress=False)
+    assert output.outputs[0].token_ids == token_ids[:2]
+    assert output.outputs[0].stop_reason == token_ids[1]
+
+
+def test_unservable_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
+    steps = llm.stats().num_steps
+    for bad, problem in (("", "empty"), ([1] * 5000, "context"), ([10**6], "1024"), ([], "messages|empty")):
+        with pytest.raises(RequestError, match=f"prompt 1.*({problem})"):
+            llm.generate([QUESTION, bad], progress=False)
+    assert llm.stats().num_steps == steps
+    assert llm.generate(MESSAGES, progress=False)[0].outputs[0].text == "42"
+
+
+def test_overlap_loop_gives_the_same_answers(llm: LLM) -> None:
+    prompts = example_messages(30)
+    overlapped = LLM("demo", dtype="float32", overlap=True, max_running=7, max_prefill_tokens=33, page_size=4)
+    assert [output.outputs for output in overlapped.chat(prompts, progress=False)] == [
+        output.outputs for output in llm.chat(prompts, progress=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "/no/such/folder"}, ModelError, "/no/such/folder"),
+        ({"model": "demo", "page_size": 0}, InvalidParameterError, "page_size"),
+        ({"model": "demo", "max_seq_len": 10**6}, InvalidParameterError, "2048"),
+        ({"model": "demo", "num_pages": 2, "max_seq_len": 64}, InvalidParameterError, "don't fit"),
+        ({"model": "demo", "attention_backend": "magic"}, InvalidParameterError, "torch"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LLM(**options)  # type: ignore[arg-type]

@@ -1,0 +1,116 @@
+"""A stream adds up to what decoding everything at once gives, whatever the tokenizer and the ids."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from minisgl_batch.tokenizer.detokenizer import REPLACEMENT, Detokenizer, make_detokenizer
+
+SCRIPTS = [
+    "다람쥐 헌 쳇바퀴에 타고파",
+    "Příliš žluťoučký kůň úpěl ďábelské ódy",
+    "👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 👍🏽",
+    "  two  spaces ,and . punctuation n't ",
+    "\ufffd a real \ufffd\ufffd replacement character",
+    "ไทย עברית العربية 𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
+]
+texts = st.one_of(st.sampled_from(SCRIPTS), st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+property_settings = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def streamed(detokenizer: Detokenizer, token_ids: list[int]) -> str:
+    stream = detokenizer.stream()
+    return "".join([*map(stream.push, token_ids), stream.flush()])
+
+
+def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return text
+
+
+@property_settings
+@given(data=st.data())
+def test_random_ids(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    # Beyond the vocabulary, too: embeddings are padded, and a random model draws such ids.
+    ids = data.draw(st.lists(st.integers(0, any_tokenizer.get_vocab_size() + 8), max_size=40))
+    detokenizer = make_detokenizer(any_tokenizer)
+    assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == decoded(any_tokenizer, ids)
+
+
+def test_every_token(any_tokenizer: Tokenizer) -> None:
+    """At the start, after a text and after itself; added tokens that no byte alphabet spells included."""
+    detokenizer = make_detokenizer(any_tokenizer)
+    before = any_tokenizer.encode("dog").ids[-1]
+    for token_id in range(any_tokenizer.get_vocab_size() + 1):
+        ids = [token_id, before, token_id, token_id]
+        assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == decoded(any_tokenizer, ids)
+
+
+@property_settings
+@given(data=st.data())
+def test_random_bytes(byte_level_tokenizer: Tokenizer, byte_fallback_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """Ids of single bytes, where most sequences are invalid UTF-8, with special tokens in between."""
+    num_bytes = st.integers(3, 258)
+    ids = data.draw(st.lists(st.one_of(num_bytes, num_bytes, st.integers(0, 2), st.integers(259, 280)), max_size=30))
+    for tokenizer in (byte_level_tokenizer, byte_fallback_tokenizer):
+        detokenizer = make_detokenizer(tokenizer)
+        assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == decoded(tokenizer, ids)
+
+
+@property_settings
+@given(text=texts, data=st.data())
+def test_text_cut_anywhere(any_tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
+    ids = any_tokenizer.encode(text).ids
+    ids = ids[: data.draw(st.integers(0, len(ids)))]
+    detokenizer = make_detokenizer(any_tokenizer)
+    assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == decoded(any_tokenizer, ids)
+
+
+@pytest.mark.parametrize("text", SCRIPTS)
+def test_byte_level_holds_back_half_characters_only(byte_level_tokenizer: Tokenizer, text: str) -> None:
+    ids = byte_level_tokenizer.encode(text).ids
+    stream = make_detokenizer(byte_level_tokenizer).stream()
+    shown = ""
+    for end, token_id in enumerate(ids, 1):
+        shown += stream.push(token_id)
+        so_far = decoded(byte_level_tokenizer, ids[:end])
+        assert text.startswith(shown)
+        assert shown == so_far or (so_far.endswith(REPLACEMENT) and so_far[:-1] == shown)
+    assert shown == text
+    assert stream.flush() == ""
+
+
+def test_byte_fallback_holds_back_runs_of_bytes_only(byte_fallback_tokenizer: Tokenizer) -> None:
+    ids = byte_fallback_tokenizer.encode("dog 안녕 dog").ids
+    stream = make_detokenizer(byte_fallback_tokenizer).stream()
+    shown = ""
+    for end, token_id in enumerate(ids, 1):
+        shown += stream.push(token_id)
+        token = byte_fallback_tokenizer.id_to_token(token_id)
+        assert shown == decoded(byte_fallback_tokenizer, ids[:end]) or token.startswith("<0x")
+    assert shown == "dog 안녕 dog"
+
+
+def test_generation_that_stops_inside_a_character(byte_level_tokenizer: Tokenizer) -> None:
+    ids = byte_level_tokenizer.encode("🦖").ids[:-1]
+    stream = make_detokenizer(byte_level_tokenizer).stream()
+    assert "".join(map(stream.push, ids)) == ""
+    assert stream.flush() == decoded(byte_level_tokenizer, ids) == REPLACEMENT
+
+
+def test_streams_are_independent(byte_level_tokenizer: Tokenizer) -> None:
+    detokenizer = make_detokenizer(byte_level_tokenizer)
+    texts = ["안녕하세요", "kůň 🏳️‍🌈"]
+    rows = [byte_level_tokenizer.encode(text).ids for text in texts]
+    streams = [detokenizer.stream() for _ in rows]
+    shown = ["", ""]
+    for column in range(max(map(len, rows))):
+        for row, ids in enumerate(rows):
+            if column < len(ids):
+                shown[row] += streams[row].push(ids[column])
+    assert shown == texts

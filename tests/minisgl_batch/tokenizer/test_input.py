@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minisgl_batch.errors import RequestError
+from minisgl_batch.messages import AddRequests, encoder, to_engine_decoder
+from minisgl_batch.sampling_params import EngineSampling, SamplingParams
+from minisgl_batch.tokenizer import ModelTokenizer, ResolvedRequest, StopRules, derive_seed, resolve_request
+
+
+@pytest.fixture
+def tokenizer(chatml_folder: Path) -> ModelTokenizer:
+    (chatml_folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": [0, 2]}')
+    return ModelTokenizer.load(chatml_folder)
+
+
+def resolve(
+    tokenizer: ModelTokenizer, *layers: SamplingParams, num_tokens: int = 10, max_len: int = 100, row_index: int = 0
+) -> ResolvedRequest:
+    ids = np.arange(num_tokens, dtype=np.int32)
+    return resolve_request(tokenizer, ids, *layers, max_len=max_len, job_seed=5, row_index=row_index)
+
+
+def test_layers_from_row_to_neutral(tokenizer: ModelTokenizer) -> None:
+    row, job = SamplingParams(temperature=0.1, seed=3), SamplingParams(temperature=0.2, top_p=0.9, max_tokens=7)
+    (sampling,) = resolve(tokenizer, row, job).samples
+    assert sampling == EngineSampling(
+        max_tokens=7, temperature=0.1, top_k=20, top_p=0.9, min_p=0.0, seed=3, sample_index=0, stop_ids=(0, 2)
+    )
+
+
+def test_nothing_given(tokenizer: ModelTokenizer) -> None:
+    request = resolve(tokenizer)
+    (sampling,) = request.samples
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.6, 20, 1.0, 0.0)
+    assert sampling.max_tokens == 90  # what the context leaves
+    assert request.stops == StopRules()
+
+
+def test_stops(tokenizer: ModelTokenizer) -> None:
+    params = SamplingParams(stop="END", stop_token_ids=(30, 2), include_stop_str_in_output=True)
+    request = resolve(tokenizer, params)
+    assert request.samples[0].stop_ids == (0, 2, 30)
+    assert request.stops == StopRules(strings=("END",), token_ids=frozenset({30}), include_in_output=True)
+
+
+def test_ignored_eos_can_still_be_a_stop_token(tokenizer: ModelTokenizer) -> None:
+    request = resolve(tokenizer, SamplingParams(ignore_eos=True, stop_token_ids=(2,)))
+    assert request.samples[0].stop_ids == (2,)
+    assert request.stops.token_ids == frozenset({2})
+
+
+def test_top_k_minus_one_keeps_all(tokenizer: ModelTokenizer) -> None:
+    assert resolve(tokenizer, SamplingParams(top_k=-1)).samples[0].top_k == 0
+
+
+def test_max_tokens_is_cut_to_the_context(tokenizer: ModelTokenizer) -> None:
+    assert resolve(tokenizer, SamplingParams(max_tokens=10_000)).samples[0].max_tokens == 90
+    assert resolve(tokenizer, SamplingParams(max_tokens=10_000), num_tokens=99).samples[0].max_tokens == 1
+
+
+def test_samples_share_all_but_their_index(tokenizer: ModelTokenizer) -> None:
+    request = resolve(tokenizer, SamplingParams(n=3), row_index=8)
+    assert [s.sample_index for s in request.samples] == [0, 1, 2]
+    assert {s.seed for s in request.samples} == {derive_seed(5, 8)}
+    sent = to_engine_decoder.decode(encoder.encode(AddRequests(request.messages(first_uid=40))))
+    assert isinstance(sent, AddRequests)
+    assert [r.uid for r in sent.requests] == [40, 41, 42]
+    assert tuple(r.sampling for r in sent.requests) == request.samples
+    for received in sent.requests:
+        np.testing.assert_array_equal(np.frombuffer(received.prompt_ids, dtype="<i4"), request.prompt_ids)
+
+
+def test_seeds_never_change() -> None:
+    """A dataset made again by a later release must come out the same: these values are a promise."""
+    assert derive_seed(0, 0) == 1041621211125469266
+    assert derive_seed((1 << 63) - 1, 9_999_999) == 4560638005209661407
+
+
+def test_seeds_differ_by_job_and_row() -> None:
+    seeds = {derive_seed(job, row) for job in range(40) for row in range(40)}
+    assert len(seeds) == 1600
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+@pytest.mark.parametrize("num_tokens", [100, 101, 400])
+def test_prompt_without_room_for_output(tokenizer: ModelTokenizer, num_tokens: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        resolve(tokenizer, num_tokens=num_tokens)
+    assert caught.value.error_type == "prompt_too_long"
+    assert f"{num_tokens} tokens" in str(caught.value)
+    assert "100" in str(caught.value)
+
+
+def test_empty_prompt(tokenizer: ModelTokenizer) -> None:
+    with pytest.raises(RequestError, match="empty") as caught:
+        resolve(tokenizer, num_tokens=0)
+    assert caught.value.error_type == "invalid_request"
+
+
+def test_token_that_the_model_does_not_have(tokenizer: ModelTokenizer) -> None:
+    ids = np.array([1, tokenizer.vocab_size], dtype=np.int32)
+    with pytest.raises(RequestError, match="token 1 of the prompt"):
+        resolve_request(tokenizer, ids, max_len=100, job_seed=0, row_index=0)

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from minisgl_batch.messages import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    NOT_FINISHED,
+    EngineStats,
+    RequestsRefused,
+    StepOutput,
+)
+from minisgl_batch.tokenizer.detokenizer import make_detokenizer
+from minisgl_batch.tokenizer.input import StopRules
+from minisgl_batch.tokenizer.output import OutputEvents, OutputProcessor, SampleOutput
+
+EOS = 2
+property_settings = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def step(*rows: tuple[int, int, int], first: dict[int, int] | None = None) -> StepOutput:
+    """The message for rows of (uid, token, finish)."""
+    uids, tokens, finish = zip(*rows, strict=True)
+    first = first or {}
+    return StepOutput(
+        uids=np.array(uids, dtype="<i8").tobytes(),
+        tokens=np.array(tokens, dtype="<i4").tobytes(),
+        finish=bytes(finish),
+        first_uids=list(first),
+        first_cached=list(first.values()),
+        stats=EngineStats(),
+    )
+
+
+class Row:
+    """One request: what a reader was shown, what came out."""
+
+    def __init__(self, processor: OutputProcessor, stops: StopRules | None = None, uid: int = 7) -> None:
+        self.processor, self.uid = processor, uid
+        self.shown = ""
+        self.aborts: list[int] = []
+        self.result: SampleOutput | None = None
+        processor.add(uid, prompt_tokens=3, stops=stops or StopRules())
+
+    def watch(self) -> None:
+        snapshot = self.processor.watch(self.uid)
+        assert snapshot is not None
+        self.shown = snapshot
+
+    def take(self, events: OutputEvents) -> None:
+        for delta in events.deltas:
+            assert (delta.uid, delta.offset) == (self.uid, len(self.shown))
+            self.shown += delta.text
+        self.aborts += events.aborts
+        if events.finished:
+            (self.result,) = events.finished
+
+    def feed(self, token_ids: list[int], last: int = NOT_FINISHED) -> None:
+        """Tokens, one step each; the last of them with this `finish`."""
+        for position, token_id in enumerate(token_ids, 1):
+            finish = last if position == len(token_ids) else NOT_FINISHED
+            self.take(self.processor.process(step((self.uid, token_id, finish)), now_s=0.0))
+
+    def end(self) -> SampleOutput:
+        assert self.result is not None
+        return self.result
+
+
+@pytest.fixture
+def tokenizer(byte_level_tokenizer: Tokenizer) -> Tokenizer:
+    return byte_level_tokenizer
+
+
+@pytest.fixture
+def processor(tokenizer: Tokenizer) -> OutputProcessor:
+    return OutputProcessor(make_detokenizer(tokenizer))
+
+
+@property_settings
+@given(data=st.data())
+def test_every_way_of_making_the_text_agrees(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    """With and without stop strings, with a reader from any token on, whatever the tokens."""
+    detokenizer = make_detokenizer(any_tokenizer)
+    text_ids = any_tokenizer.encode(data.draw(st.sampled_from(["the dog and the fox 12", "kůň 안녕 🏳️‍🌈 dog"]))).ids
+    random_ids = st.lists(st.integers(0, any_tokenizer.get_vocab_size() - 1), max_size=12)
+    ids = data.draw(random_ids) + text_ids + data.draw(random_ids)
+    plain = detokenizer.decode_full(ids)
+    words = st.text(st.sampled_from(sorted(set(plain)) or ["x"]), min_size=1, max_size=3)
+    strings = tuple(data.draw(st.lists(words, max_size=2)))
+    watch_at = data.draw(st.integers(0, len(ids)))
+    ends = [plain.index(s) + len(s) for s in strings if s in plain]
+    text_end = min(ends, default=None)
+
+    row = Row(OutputProcessor(detokenizer), StopRules(strings=strings, include_in_output=True))
+    for position, token_id in enumerate(ids):
+        if position == watch_at and row.result is None:
+            row.watch()
+        row.feed([token_id], FINISH_LENGTH if position == len(ids) - 1 else NOT_FINISHED)
+
+    result = row.end()
+    assert result.text == plain[:text_end]
+    assert result.finish_reason == ("length" if text_end is None else "stop")
+    assert (result.stop_reason in strings) == (text_end is not None)
+    assert result.token_ids == ids[: len(result.token_ids)]
+    assert row.aborts == ([] if len(result.token_ids) == len(ids) else [row.uid])
+    if watch_at < len(result.token_ids):
+        assert row.shown == result.text
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_string_over_several_tokens(processor: OutputProcessor, tokenizer: Tokenizer, include: bool) -> None:
+    newline = tokenizer.token_to_id("Ċ")
+    ids = [*tokenizer.encode("Answer: 46").ids, newline, newline, *tokenizer.encode("Question").ids]
+    row = Row(processor, StopRules(strings=("\n\n",), include_in_output=include))
+    row.watch()
+    row.feed(ids)
+    result = row.end()
+    assert result.text == row.shown == "Answer: 46" + ("\n\n" if include else "")
+    assert (result.finish_reason, result.stop_reason) == ("stop", "\n\n")
+    # The token that completed it is the last one; those that the engine made meanwhile are not the row's.
+    assert result.token_ids == ids[: ids.index(newline) + 2]
+    assert row.aborts == [row.uid]
+    assert len(processor) == 0
+
+
+def test_text_that_may_begin_a_stop_string_is_shown_late(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    newline = tokenizer.token_to_id("Ċ")
+    row = Row(processor, StopRules(strings=("\n\n",)))
+    row.watch()
+    row.feed([*tokenizer.encode("a").ids, newline])
+    assert row.shown == "a"
+    row.feed(tokenizer.encode("b").ids)
+    assert row.shown == "a\nb"
+    row.feed([newline], FINISH_LENGTH)
+    assert row.shown == row.end().text == "a\nb\n"
+    assert row.end().finish_reason == "length"
+    assert row.aborts == []
+
+
+@pytest.mark.parametrize("finish", [FINISH_STOP, FINISH_LENGTH])
+def test_stop_string_beats_an_end_that_comes_later(
+    processor: OutputProcessor, tokenizer: Tokenizer, finish: int
+) -> None:
+    ids = tokenizer.encode("the dog").ids
+    row = Row(processor, StopRules(strings=("dog",)))
+    row.feed(ids)
+    row.take(processor.process(step((row.uid, EOS, finish)), now_s=0.0))
+    result = row.end()
+    assert (result.text, result.finish_reason, result.stop_reason) == ("the ", "stop", "dog")
+    assert result.token_ids == ids
+    assert row.aborts == [row.uid]
+
+
+def test_stop_string_and_length_in_one_token(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    row = Row(processor, StopRules(strings=("dog",)))
+    row.feed(tokenizer.encode("the dog").ids, FINISH_LENGTH)
+    assert (row.end().finish_reason, row.end().stop_reason) == ("stop", "dog")
+    assert row.aborts == []  # the engine has ended it itself
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_token_counts_but_is_no_text(
+    processor: OutputProcessor, tokenizer: Tokenizer, watched: bool, include: bool
+) -> None:
+    (stop_token,) = tokenizer.encode(" dog").ids
+    ids = [*tokenizer.encode("the").ids, stop_token]
+    row = Row(processor, StopRules(token_ids=frozenset({stop_token}), include_in_output=include))
+    if watched:
+        row.watch()
+    row.feed(ids, FINISH_STOP)
+    result = row.end()
+    assert result.text == ("the dog" if include else "the")
+    assert (result.finish_reason, result.stop_reason, result.token_ids) == ("stop", stop_token, ids)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_eos_counts_but_is_no_text_even_if_it_is_no_special_token(
+    processor: OutputProcessor, tokenizer: Tokenizer, watched: bool
+) -> None:
+    ids = tokenizer.encode("the dog").ids
+    row = Row(processor, StopRules(include_in_output=True))
+    if watched:
+        row.watch()
+    row.feed(ids, FINISH_STOP)
+    result = row.end()
+    assert result.text == tokenizer.decode(ids[:-1])
+    assert (result.finish_reason, result.stop_reason, result.token_ids) == ("stop", None, ids)
+
+
+def test_ignored_eos_is_kept(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("dog").ids, EOS, *tokenizer.encode("dog").ids, EOS]
+    row = Row(processor)
+    row.feed(ids, FINISH_LENGTH)
+    assert (row.end().text, row.end().token_ids) == ("dogdog", ids)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_abort_ends_at_once_with_what_is_there(processor: OutputProcessor, tokenizer: Tokenizer, watched: bool) -> None:
+    eight = tokenizer.encode("the dog 안").ids
+    row = Row(processor)
+    if watched:
+        row.watch()
+    row.feed(eight[:-1])
+    row.take(processor.abort([row.uid, 999]))
+    assert row.end().text == tokenizer.decode(eight[:-1])
+    assert row.end().finish_reason == "abort"
+    assert row.aborts == [row.uid]
+    if watched:
+        assert row.shown == row.end().text
+    late = processor.process(step((row.uid, eight[-1], FINISH_ABORT)), now_s=0.0)
+    assert late == OutputEvents()
+
+
+def test_the_engine_aborts_a_request(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    row = Row(processor)
+    row.feed(tokenizer.encode("dog").ids)
+    row.feed([-1], FINISH_ABORT)
+    assert (row.end().text, row.end().finish_reason, row.aborts) == ("dog", "abort", [])
+
+
+def test_refused_request_is_an_error(processor: OutputProcessor) -> None:
+    row = Row(processor)
+    row.take(processor.refuse(RequestsRefused([(row.uid, "larger than the KV pool"), (999, "unknown")])))
+    result = row.end()
+    assert (result.finish_reason, result.token_ids, row.aborts) == ("error", [], [])
+    assert result.error is not None
+    assert result.error.error_type == "request_refused"
+    assert "larger than the KV pool" in str(result.error)
+
+
+def test_first_token_time_and_cached_tokens_are_those_of_the_first_announcement(processor: OutputProcessor) -> None:
+    row = Row(processor)
+    processor.process(step((row.uid, 60, NOT_FINISHED), first={row.uid: 2, 999: 5}), now_s=1.5)
+    # After a retraction the engine computes the prompt again.
+    row.take(processor.process(step((row.uid, 61, FINISH_LENGTH), first={row.uid: 16}), now_s=9.0))
+    assert (row.end().cached_tokens, row.end().first_token_s, row.end().prompt_tokens) == (2, 1.5, 3)
+
+
+def test_reader_comes_and_goes(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    row = Row(processor)
+    row.feed(tokenizer.encode("the").ids)
+    assert row.shown == ""
+    row.watch()
+    assert row.shown == "the"
+    row.feed(tokenizer.encode(" dog").ids)
+    assert row.shown == "the dog"
+    processor.unwatch(row.uid)
+    row.feed(tokenizer.encode(" and").ids)
+    assert row.shown == "the dog"
+    row.watch()
+    row.feed(tokenizer.encode(" fox").ids, FINISH_LENGTH)
+    assert row.shown == row.end().text == "the dog and fox"
+    assert processor.watch(row.uid) is None
+
+
+def test_rows_of_one_step_do_not_mix(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
+    words = [tokenizer.encode(word).ids for word in ("the dog", "quick", "안녕하세요")]
+    rows = [Row(processor, uid=uid) for uid in range(len(words))]
+    finished: dict[int, SampleOutput] = {}
+    for column in range(max(map(len, words))):
+        here = [
+            (row.uid, ids[column], FINISH_LENGTH if column == len(ids) - 1 else NOT_FINISHED)
+            for row, ids in zip(rows, words, strict=True)
+            if column < len(ids)
+        ]
+        finished |= {result.uid: result for result in processor.process(step(*here), now_s=0.0).finished}
+    assert [finished[row.uid].text for row in rows] == ["the dog", "quick", "안녕하세요"]
+    assert len(processor) == 0

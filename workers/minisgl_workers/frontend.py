@@ -1,0 +1,256 @@
+"""The frontend of a worker group: chunks from Redis to the engine, tokens from the engine to readers and Parquet.
+
+One loop does it all, a little of each in turn: nothing in it waits, except for the engine while rows run and for Redis
+while none do. `delivery` keeps the chunks, `publishing` the readers; this module joins them to the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from minisgl_batch.errors import RequestError
+from minisgl_batch.hub import model_path
+from minisgl_batch.messages import (
+    AbortRequests,
+    AddRequests,
+    EngineStats,
+    FromEngine,
+    NewRequest,
+    Ready,
+    RequestsRefused,
+    Shutdown,
+    StepOutput,
+)
+from minisgl_batch.tokenizer import ModelTokenizer, OutputEvents, OutputProcessor, hide_torch, resolve_request
+from minisgl_jobs.connection import connect
+from minisgl_jobs.leases import ChunkQueue
+from minisgl_jobs.model import Row
+from minisgl_jobs.outbox import Outbox
+from minisgl_jobs.status import WorkerInfo
+from minisgl_jobs.streams import TokenPublisher
+from minisgl_jobs.tasks import task_queue
+from minisgl_workers.delivery import Delivery
+from minisgl_workers.links import FrontendSide
+from minisgl_workers.options import FrontendConfig
+from minisgl_workers.process import StatusPipe, run_child
+from minisgl_workers.publishing import Publishing, RunningSample
+from minisgl_workers.work import ChunkWork
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.01  # between rounds of duties in Redis; what happens within one is sent together
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Output tokens per second over the last few seconds."""
+
+    tokens: int = 0
+    since: float = 0.0
+    per_s: float = 0.0
+
+    def update(self, output_tokens: int) -> None:
+        now = time.monotonic()
+        if now - self.since >= 2.0:
+            self.per_s = (output_tokens - self.tokens) / (now - self.since) if self.since else 0.0
+            self.tokens, self.since = output_tokens, now
+
+
+class Frontend:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        publishing: Publishing,
+        link: FrontendSide,
+        tokenizer: ModelTokenizer,
+        info: WorkerInfo,
+    ) -> None:
+        self._delivery = delivery
+        self._publishing = publishing
+        self._link = link
+        self._tokenizer = tokenizer
+        self._info = info
+        self._outputs = OutputProcessor(tokenizer.detokenizer)
+        self._running: dict[int, RunningSample] = {}
+        self._stats = EngineStats()
+        self._rate = _Rate()
+        self._next_uid = 0
+        self._drain_until: float | None = None
+        self._next_exchange = 0.0
+
+    def drain(self, drain_s: float) -> None:
+        """Take no more chunks; let what runs finish for `drain_s`, then hand it back. Ends `run`."""
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + drain_s
+
+    def run(self, max_seq_len: int) -> None:
+        """Serve until drained."""
+        self._max_seq_len = max_seq_len
+        while not self._is_drained():
+            self._exchange_with_redis()
+            self._start_rows()
+            if self._delivery.works:
+                self._take_output(self._link.receive(TICK_S))
+            elif self._drain_until is None:
+                self._delivery.wait_for_work()
+        self._stop_samples(list(self._running.values()))
+        self._delivery.hand_back()
+        self._link.send(Shutdown())
+
+    def _is_drained(self) -> bool:
+        if self._drain_until is None:
+            return False
+        return not self._delivery.works or time.monotonic() >= self._drain_until
+
+    # -------------------------------------------------------- towards Redis
+
+    def _exchange_with_redis(self) -> None:
+        now = time.monotonic()
+        if now < self._next_exchange:
+            return
+        self._next_exchange = now + TICK_S
+        self._delivery.tick(self._describe(), take=self._drain_until is None)
+        for work in self._delivery.stopped:
+            self._stop_samples([sample for sample in self._running.values() if sample.work is work])
+        self._delivery.stopped.clear()
+        self._publishing.ends(self._delivery.spooled)
+        self._delivery.spooled.clear()
+        self._publishing.tick(self._delivery.works, self._running, self._outputs)
+
+    def _describe(self) -> WorkerInfo:
+        self._rate.update(self._stats.output_tokens)
+        return msgspec.structs.replace(
+            self._info,
+            tokens_per_s=self._rate.per_s,
+            num_running=self._stats.num_running,
+            num_waiting=self._stats.num_waiting,
+            prompt_tokens=self._stats.prompt_tokens,
+            cached_tokens=self._stats.cached_tokens,
+        )
+
+    # ------------------------------------------------------ towards the engine
+
+    def _start_rows(self) -> None:
+        """Send the engine what may run now: all rows of a chunk, or the next part of one that runs alone."""
+        works = self._delivery.works
+        for work in works:
+            if work.lease.is_solo and len(works) > 1:
+                continue
+            part = work.next_part()
+            if part is None or (work.lease.is_solo and not self._announce(work, part)):
+                continue
+            work.start(part)
+            self._send_rows(work, part)
+
+    def _announce(self, work: ChunkWork, part: list[Row]) -> bool:
+        return self._delivery.announce_part(work, range(part[0].row_index, part[-1].row_index + 1))
+
+    def _send_rows(self, work: ChunkWork, rows: list[Row]) -> None:
+        spec, requests = work.lease.spec, list[NewRequest]()
+        encoded = self._tokenizer.encode_inputs([row.input for row in rows], system=spec.system)
+        started_at = time.time()
+        for row, ids in zip(rows, encoded, strict=True):
+            try:
+                if isinstance(ids, RequestError):
+                    raise ids
+                resolved = resolve_request(
+                    self._tokenizer,
+                    ids,
+                    row.params,
+                    spec.params,
+                    max_len=self._max_seq_len,
+                    job_seed=spec.seed,
+                    row_index=row.row_index,
+                )
+            except RequestError as error:
+                work.fail(row, error)
+                continue
+            messages = resolved.messages(self._next_uid)
+            self._next_uid += len(messages)
+            for sample_index in work.missing_samples(row):
+                request = messages[sample_index]
+                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops)
+                self._running[request.uid] = RunningSample(
+                    request.uid, work, row, sample_index, request.sampling.seed, started_at
+                )
+                requests.append(request)
+        if requests:
+            self._publishing.started(requests, self._running, self._outputs)
+            self._link.send(AddRequests(requests))
+
+    def _stop_samples(self, samples: list[RunningSample]) -> None:
+        """Give up samples whose results nobody wants any more."""
+        uids = [sample.uid for sample in samples]
+        for uid in uids:
+            del self._running[uid]
+        if uids:
+            self._outputs.abort(uids)
+            self._link.send(AbortRequests(uids))
+
+    # ------------------------------------------------------ from the engine
+
+    def _take_output(self, messages: list[FromEngine]) -> None:
+        for message in messages:
+            match message:
+                case StepOutput():
+                    self._stats = message.stats
+                    self._take_events(self._outputs.process(message, time.time()))
+                case RequestsRefused():
+                    self._take_events(self._outputs.refuse(message))
+                case Ready():
+                    raise RuntimeError("the engine started anew under a running frontend")
+
+    def _take_events(self, events: OutputEvents) -> None:
+        for delta in events.deltas:
+            self._publishing.delta(self._running[delta.uid], delta, self._outputs)
+        for output in events.finished:
+            sample = self._running.pop(output.uid)
+            sample.work.finish(sample.row, sample.sample_index, sample.seed, sample.started_at, output)
+        if events.aborts:
+            self._link.send(AbortRequests(events.aborts))
+
+
+def main(config: FrontendConfig, status: StatusPipe) -> None:
+    hide_torch()
+    options = config.options
+    link = FrontendSide(Path(config.socket_directory))
+    client = connect(options.redis_url)
+    tokenizer = ModelTokenizer.load(model_path(options.engine.model))
+    ready = _wait_for_engine(link)
+    queue = ChunkQueue(client, options.model, config.worker_id, lease_s=options.lease_s, engine=ready.description)
+    name = queue.keys.queue
+    delivery = Delivery(queue, Outbox(client, name), task_queue(client, name), low_water=2 * ready.max_running)
+    info = WorkerInfo(
+        worker_id=config.worker_id,
+        model=options.model,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        since=time.time(),
+        description=ready.description,
+    )
+    frontend = Frontend(delivery, Publishing(TokenPublisher(client, options.model)), link, tokenizer, info)
+    signal.signal(signal.SIGTERM, lambda *_: frontend.drain(options.drain_s))
+    queue.heartbeat(info)  # who is told that this group serves finds it among the workers
+    status.ready(engine=ready.description, max_seq_len=ready.max_seq_len, num_pages=ready.num_pages)
+    frontend.run(ready.max_seq_len)
+    link.close()
+
+
+def _wait_for_engine(link: FrontendSide) -> Ready:
+    (ready,) = link.receive(None)
+    assert isinstance(ready, Ready)
+    return ready
+
+
+if __name__ == "__main__":
+    run_child("frontend", FrontendConfig, main)

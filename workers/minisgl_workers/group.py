@@ -1,0 +1,51 @@
+"""A whole worker group: which processes it has, and running it under a supervisor. Called by the command line."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minisgl_batch.hub import model_path
+from minisgl_jobs.connection import connect
+from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
+from minisgl_workers.process import ChildProcess
+from minisgl_workers.supervisor import GroupPlan, Supervisor
+
+# A service in the background must not spin while it waits for its other threads: on a busy machine that costs far more
+# than it gains on a quiet one.
+_RANK_ENV = {"OMP_WAIT_POLICY": "passive"}
+
+
+def run_worker(options: WorkerOptions, on_ready: Callable[[dict[str, dict[str, Any]]], None]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        on_ready: called with the ready information of each process, by name, whenever the group serves.
+
+    Raises:
+        WorkerError: the group couldn't start, or died too often.
+        ModelError: there is no such model.
+        RedisUnavailableError: there is no such Redis.
+    """
+    model_path(options.engine.model)  # a wrong name or URL shows here, before any process starts
+    connect(options.redis_url).close()
+
+    def start(directory: Path) -> list[ChildProcess]:
+        worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        sockets = str(directory)
+        env = {name: value for name, value in _RANK_ENV.items() if name not in os.environ}
+        return [
+            ChildProcess("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
+            ChildProcess("rank 0", "minisgl_workers.rank", RankConfig(options.engine, sockets), env),
+            ChildProcess(
+                "tasks",
+                "minisgl_workers.task_runner",
+                TaskRunnerConfig(options.redis_url, options.model, worker_id),
+            ),
+        ]
+
+    Supervisor(GroupPlan(start, on_ready)).run()

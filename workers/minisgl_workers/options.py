@@ -1,0 +1,71 @@
+"""What a worker group and each of its processes is told. No torch: the supervisor, which builds it, loads no model."""
+
+from __future__ import annotations
+
+import msgspec
+
+from minisgl_batch.config import EngineConfig
+from minisgl_jobs.leases import LEASE_S
+
+
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one worker group.
+
+    Attributes:
+        engine: the engine's options, the model among them.
+        redis_url: where the queue is.
+        served_model_name: what jobs call the model; by default what it was given as.
+        lease_s: how long a chunk stays with this group once it went silent.
+        drain_s: how long running rows may go on after the first SIGTERM before they are handed back.
+    """
+
+    engine: EngineConfig
+    redis_url: str
+    served_model_name: str | None = None
+    lease_s: float = LEASE_S
+    drain_s: float = 20.0
+
+    @property
+    def model(self) -> str:
+        """The served model's name."""
+        return self.served_model_name or self.engine.model
+
+
+class FrontendConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells a frontend.
+
+    Attributes:
+        options: the worker group's.
+        worker_id: of this group, unique among living ones.
+        socket_directory: where the group's sockets are.
+    """
+
+    options: WorkerOptions
+    worker_id: str
+    socket_directory: str
+
+
+class RankConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells a rank.
+
+    Attributes:
+        engine: the engine's options.
+        socket_directory: where the group's sockets are.
+    """
+
+    engine: EngineConfig
+    socket_directory: str
+
+
+class TaskRunnerConfig(msgspec.Struct, frozen=True):
+    """What the supervisor tells the RQ worker.
+
+    Attributes:
+        redis_url: where the queue is.
+        model: the served model's name.
+        worker_id: of the group.
+    """
+
+    redis_url: str
+    model: str
+    worker_id: str

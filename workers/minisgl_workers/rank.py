@@ -1,0 +1,24 @@
+"""A rank process: the scheduler and the engine of one device, until told to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minisgl_batch.scheduler.factory import make_scheduler
+from minisgl_workers.links import EngineSide
+from minisgl_workers.options import RankConfig
+from minisgl_workers.process import StatusPipe, run_child
+
+
+def main(config: RankConfig, status: StatusPipe) -> None:
+    link = EngineSide(Path(config.socket_directory))
+    try:
+        scheduler = make_scheduler(config.engine, link)
+        status.ready()
+        scheduler.run()
+    finally:
+        link.close()
+
+
+if __name__ == "__main__":
+    run_child("rank 0", RankConfig, main)

@@ -1,0 +1,23 @@
+"""The RQ worker process of a group: finalise and other short tasks of its model's queue."""
+
+from __future__ import annotations
+
+import logging
+
+from minisgl_jobs.connection import connect
+from minisgl_jobs.keys import queue_name
+from minisgl_jobs.tasks import make_task_worker
+from minisgl_workers.options import TaskRunnerConfig
+from minisgl_workers.process import StatusPipe, run_child
+
+
+def main(config: TaskRunnerConfig, status: StatusPipe) -> None:
+    logging.getLogger("rq").setLevel(logging.WARNING)
+    client = connect(config.redis_url)
+    worker = make_task_worker(client, [queue_name(config.model)], name=f"{config.worker_id}-tasks")
+    status.ready()
+    worker.work(logging_level="WARNING")
+
+
+if __name__ == "__main__":
+    run_child("tasks", TaskRunnerConfig, main)
