@@ -274,7 +274,7 @@ def test_scripts_do_what_the_model_does(client: redis.Redis) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(os.environ.get("MINISGL_QUEUE_EXAMPLES", "150")),
+            max_examples=int(os.environ.get("MINISGL_QUEUE_EXAMPLES", "100")),
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=checks,
