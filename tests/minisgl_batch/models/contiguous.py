@@ -73,6 +73,7 @@ def _batch(
         q_lens=np.array(q_lens, np.int32),
         kv_lens=np.array(kv_lens, np.int32),
         num_decode=0,
+        new_pages=none,
         samples=np.ones(len(slots), bool),
         all_greedy=True,
         any_filter=False,
