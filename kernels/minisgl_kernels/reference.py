@@ -5,11 +5,92 @@ Knows tensors only: no requests, no schedules.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from minisgl_kernels.decode_inputs import PageLists
+    from minisgl_kernels.gumbel import SamplingRows
+
+# ------------------------------------------------------------------ layers
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise the last dimension, (..., size) -> the same shape, contiguous.
+
+    The weight is applied after rounding to x's dtype: that is the order of the models' reference code.
+    """
+    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of `minisgl_kernels.add_rms_norm`."""
+    stream = x if residual is None else residual.add_(x)
+    return rms_norm(stream, weight, eps), stream
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """The twin of `minisgl_kernels.silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_range: range) -> torch.Tensor:
+    """The twin of `minisgl_kernels.embedding`."""
+    local_ids = ids - vocab_range.start
+    elsewhere = (local_ids < 0) | (local_ids >= len(vocab_range))
+    rows = F.embedding(local_ids.masked_fill_(elsewhere, 0), weight)
+    return rows.masked_fill_(elsewhere.unsqueeze(1), 0.0)
+
+
+def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding: dimension i turns together with dimension i + head_dim / 2.
+
+    Args:
+        x: (num_tokens, num_heads, head_dim).
+        rope: (num_tokens, 2, head_dim), x's dtype: the cosines of the token's head_dim / 2 angles, twice, and their
+            sines, first negated and then as they are.
+
+    Returns:
+        x's shape, contiguous.
+    """
+    cos, sin = rope.unsqueeze(2).unbind(1)  # (num_tokens, 1, head_dim)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+def norm_rope_store(
+    qkv: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    rope: torch.Tensor,
+    out_loc: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+) -> torch.Tensor:
+    """The twin of `minisgl_kernels.norm_rope_store`, which rounds the rotation's products as well.
+
+    Queries and keys are handled as one tensor, because few calls count most at few tokens; so the queries that it
+    returns aren't contiguous from token to token.
+    """
+    num_kv_heads, head_dim = k_pool.shape[2:]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    if norms is not None:
+        qk = F.rms_norm(qk.float(), (head_dim,), None, eps).to(qkv.dtype)
+        qk[:, :num_heads].mul_(norms[0])
+        qk[:, num_heads:].mul_(norms[1])
+    rotated = rotate(qk, rope)
+    store_kv(rotated[:, num_heads:], v, k_pool, v_pool, out_loc)
+    return rotated[:, :num_heads]
+
 
 if TYPE_CHECKING:
     from minisgl_kernels.gumbel import SamplingRows
@@ -38,6 +119,37 @@ def common_prefix_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
     return first if n and differs[first] else n
+
+
+# ------------------------------------------------------------- step inputs
+
+
+def decode_inputs(
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    new_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    token_pool: torch.Tensor,
+    page_size: int,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    out_loc: torch.Tensor,
+    lists: PageLists | None,
+) -> None:
+    """The twin of `minisgl_kernels.decode_inputs`. Reads `lists.indptr` back, so no CUDA graph can hold it."""
+    lines, position = slots.long(), kv_lens.long() - 1
+    column, offset = position // page_size, position % page_size
+    grows = new_pages >= 0
+    page_table[lines[grows], column[grows]] = new_pages[grows]
+    input_ids.copy_(token_pool[lines, position])
+    positions.copy_(position)
+    out_loc.copy_(page_table[lines, column] * page_size + offset)
+    if lists is not None:
+        lists.last_page_lens.copy_(offset + 1)
+        indptr, first_pages = lists.indptr.tolist(), lists.first_pages.tolist()
+        for i, (line, first) in enumerate(zip(lines.tolist(), first_pages, strict=True)):
+            num_pages = indptr[i + 1] - indptr[i]
+            lists.indices[indptr[i] : indptr[i + 1]] = page_table[line, first : first + num_pages]
 
 
 # --------------------------------------------------------------- attention
@@ -99,6 +211,24 @@ def decode_attention(
         k, v = gather_kv(k_pool, pages, kv_len), gather_kv(v_pool, pages, kv_len)
         out[i : i + 1] = attend(q[i : i + 1], k, v, scale, window)
     return out
+
+
+def merge_states(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    lse_a_is_log2: bool,
+    lse_b_is_log2: bool,
+) -> torch.Tensor:
+    """The twin of `minisgl_kernels.merge_states`."""
+    parts = ((out_a, lse_a, lse_a_is_log2), (out_b, lse_b, lse_b_is_log2))
+    logs = torch.stack([lse * math.log(2.0) if is_log2 else lse for _, lse, is_log2 in parts])
+    logs = logs.masked_fill(logs == torch.inf, -torch.inf)
+    # Both parts empty: softmax gives NaN, and the result is zeros.
+    weights = logs.softmax(dim=0).nan_to_num(0.0).unsqueeze(-1)
+    outs = torch.stack([out_a.float(), out_b.float()])
+    return outs.masked_fill(weights == 0.0, 0.0).mul_(weights).sum(dim=0).to(out_a.dtype)
 
 
 def _causal_mask(q_len: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor | None:
