@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -12,6 +13,24 @@ import redis
 from minisgl_jobs.connection import connect
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.redis_leaks import leaked_keys
+
+_INTERPRETER = "TRITON_INTERPRET"
+if not Path("/dev/nvidiactl").exists():
+    # Without a GPU, Triton's kernels run in its interpreter, which has to be asked for before they are imported.
+    os.environ.setdefault(_INTERPRETER, "1")
+
+
+def pytest_collection_finish() -> None:
+    """All kernels are imported; the processes that tests start need no Triton."""
+    os.environ.pop(_INTERPRETER, None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
 
 
 @pytest.fixture

@@ -5,9 +5,95 @@ Knows tensors only: no requests, no schedules.
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from minisgl_kernels.decode_inputs import PageLists
+    from minisgl_kernels.gumbel import SamplingRows
+
+# ------------------------------------------------------------------ layers
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise the last dimension, (..., size) -> the same shape, contiguous.
+
+    The weight is applied after rounding to x's dtype: that is the order of the models' reference code.
+    """
+    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of `minisgl_kernels.add_rms_norm`."""
+    stream = x if residual is None else residual.add_(x)
+    return rms_norm(stream, weight, eps), stream
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """The twin of `minisgl_kernels.silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_range: range) -> torch.Tensor:
+    """The twin of `minisgl_kernels.embedding`."""
+    local_ids = ids - vocab_range.start
+    elsewhere = (local_ids < 0) | (local_ids >= len(vocab_range))
+    rows = F.embedding(local_ids.masked_fill_(elsewhere, 0), weight)
+    return rows.masked_fill_(elsewhere.unsqueeze(1), 0.0)
+
+
+def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding: dimension i turns together with dimension i + head_dim / 2.
+
+    Args:
+        x: (num_tokens, num_heads, head_dim).
+        rope: (num_tokens, 2, head_dim), x's dtype: the cosines of the token's head_dim / 2 angles, twice, and their
+            sines, first negated and then as they are.
+
+    Returns:
+        x's shape, contiguous.
+    """
+    cos, sin = rope.unsqueeze(2).unbind(1)  # (num_tokens, 1, head_dim)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+def norm_rope_store(
+    qkv: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    rope: torch.Tensor,
+    out_loc: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+) -> torch.Tensor:
+    """The twin of `minisgl_kernels.norm_rope_store`, which rounds the rotation's products as well.
+
+    Queries and keys are handled as one tensor, because few calls count most at few tokens; so the queries that it
+    returns aren't contiguous from token to token.
+    """
+    num_kv_heads, head_dim = k_pool.shape[2:]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    if norms is not None:
+        qk = F.rms_norm(qk.float(), (head_dim,), None, eps).to(qkv.dtype)
+        qk[:, :num_heads].mul_(norms[0])
+        qk[:, num_heads:].mul_(norms[1])
+    rotated = rotate(qk, rope)
+    store_kv(rotated[:, num_heads:], v, k_pool, v_pool, out_loc)
+    return rotated[:, :num_heads]
+
+
+if TYPE_CHECKING:
+    from minisgl_kernels.gumbel import SamplingRows
 
 # ----------------------------------------------------------------- KV pool
 
@@ -33,6 +119,37 @@ def common_prefix_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
     return first if n and differs[first] else n
+
+
+# ------------------------------------------------------------- step inputs
+
+
+def decode_inputs(
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    new_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    token_pool: torch.Tensor,
+    page_size: int,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    out_loc: torch.Tensor,
+    lists: PageLists | None,
+) -> None:
+    """The twin of `minisgl_kernels.decode_inputs`. Reads `lists.indptr` back, so no CUDA graph can hold it."""
+    lines, position = slots.long(), kv_lens.long() - 1
+    column, offset = position // page_size, position % page_size
+    grows = new_pages >= 0
+    page_table[lines[grows], column[grows]] = new_pages[grows]
+    input_ids.copy_(token_pool[lines, position])
+    positions.copy_(position)
+    out_loc.copy_(page_table[lines, column] * page_size + offset)
+    if lists is not None:
+        lists.last_page_lens.copy_(offset + 1)
+        indptr, first_pages = lists.indptr.tolist(), lists.first_pages.tolist()
+        for i, (line, first) in enumerate(zip(lines.tolist(), first_pages, strict=True)):
+            num_pages = indptr[i + 1] - indptr[i]
+            lists.indices[indptr[i] : indptr[i + 1]] = page_table[line, first : first + num_pages]
 
 
 # --------------------------------------------------------------- attention
@@ -96,6 +213,24 @@ def decode_attention(
     return out
 
 
+def merge_states(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    lse_a_is_log2: bool,
+    lse_b_is_log2: bool,
+) -> torch.Tensor:
+    """The twin of `minisgl_kernels.merge_states`."""
+    parts = ((out_a, lse_a, lse_a_is_log2), (out_b, lse_b, lse_b_is_log2))
+    logs = torch.stack([lse * math.log(2.0) if is_log2 else lse for _, lse, is_log2 in parts])
+    logs = logs.masked_fill(logs == torch.inf, -torch.inf)
+    # Both parts empty: softmax gives NaN, and the result is zeros.
+    weights = logs.softmax(dim=0).nan_to_num(0.0).unsqueeze(-1)
+    outs = torch.stack([out_a.float(), out_b.float()])
+    return outs.masked_fill(weights == 0.0, 0.0).mul_(weights).sum(dim=0).to(out_a.dtype)
+
+
 def _causal_mask(q_len: int, kv_len: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """(q_len, kv_len) bool, True where a query sees a key; None when it sees all."""
     if q_len == 1 and (window is None or kv_len <= window):
@@ -132,16 +267,20 @@ def gumbel_noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         ids: (vocab,) int32 shared by all rows, or (num_rows, n) int32.
 
     Returns:
-        float32, (num_rows, vocab) or (num_rows, n). Uniform numbers have 24 bits and are never 0 or 1.
+        float32, (num_rows, vocab) or (num_rows, n); finite, from -2.8 to 16.7.
 
-    The hash is two rounds of MurmurHash3's 32-bit finaliser (Appleby 2008).
+    A key is an odd multiplier and an increment; what they make of an id is mixed by the first two steps of lowbias32
+    (C. Wellons' hash prospector). Its upper 23 bits give a uniform number u in (0, 1) such that float32 holds both u
+    and 1 - u exactly; with 24 bits the largest would round to 1 and its noise to infinity.
     """
-    low = keys.to(torch.int32).unsqueeze(1)
-    high = (keys >> 32).to(torch.int32).unsqueeze(1)
-    x = _mix32(ids * _GOLDEN_32 + low)
-    x = _mix32(x ^ high)
-    uniform = (((x >> 8) & 0xFFFFFF).float() + 0.5) * 2.0**-24
-    return uniform.log_().neg_().log_().neg_()
+    increment = keys.to(torch.int32).unsqueeze(1)
+    multiplier = (keys >> 32).to(torch.int32).unsqueeze(1) | 1
+    x = ids * multiplier + increment
+    # The shifts are logical, so the sign bits that `>>` drags in are masked away.
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -749064809  # 0xD35A2D97
+    u = (((x >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23
+    return u.neg_().add_(1.0).log_().neg_().log_().neg_()
 
 
 def filter_logits(
@@ -171,18 +310,44 @@ def filter_logits(
     return values.masked_fill(excluded, -torch.inf), ids
 
 
+def sample_gumbel(logits: torch.Tensor, rows: SamplingRows, vocab_start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of `minisgl_kernels.sample_gumbel`."""
+    best, columns = logits.max(dim=-1)
+    best = best.float()
+    drawn, temperature, keys = _drawn_rows(rows)
+    if len(drawn):
+        ids = torch.arange(vocab_start, vocab_start + logits.shape[1], dtype=torch.int32, device=logits.device)
+        scores = logits[drawn].float().div_(temperature).add_(gumbel_noise(keys, ids))
+        best[drawn], columns[drawn] = scores.max(dim=-1)
+    return best, columns.int() + vocab_start
+
+
+def sample_filtered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """The twin of `minisgl_kernels.sample_filtered`."""
+    tokens = logits.argmax(dim=-1)
+    drawn, temperature, keys = _drawn_rows(rows)
+    if len(drawn):
+        slots = rows.slots[drawn].long()
+        scaled = logits[drawn].float().div_(temperature)
+        values, ids = filter_logits(scaled, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
+        best = values.add_(gumbel_noise(keys, ids.int())).argmax(dim=-1, keepdim=True)
+        tokens[drawn] = ids.gather(1, best).squeeze(1)
+    return tokens.int()
+
+
+def _drawn_rows(rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows that aren't greedy: (num_drawn,) int64; their temperatures, (num_drawn, 1), and noise keys."""
+    drawn = rows.temperature[rows.slots.long()].nonzero().squeeze(1)
+    slots = rows.slots[drawn].long()
+    positions = rows.kv_lens[drawn].long() - rows.num_prompt[slots]
+    keys = noise_keys(rows.seeds[slots], rows.sample_indices[slots], positions)
+    return drawn, rows.temperature[slots].unsqueeze(1), keys
+
+
 _GOLDEN_64 = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
-_GOLDEN_32 = -1640531535  # 0x9E3779B1 as int32
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def _mix32(x: torch.Tensor) -> torch.Tensor:
-    # The shifts are logical, so the sign bits that `>>` drags in are masked away.
-    x = (x ^ ((x >> 16) & 0xFFFF)) * -2048144789  # 0x85EBCA6B
-    x = (x ^ ((x >> 13) & 0x7FFFF)) * -1028477387  # 0xC2B2AE35
-    return x ^ ((x >> 16) & 0xFFFF)

@@ -1,4 +1,4 @@
-"""What an attention backend is: it stores a step's keys and values in the paged pool and attends over it.
+"""What an attention backend is: it attends over the paged pool, where a step's keys and values are already.
 
 A backend is one file behind `registry.py`. It knows pages and lengths, not requests, models or schedules.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_batch.batch import ForwardBatch
+from minisgl_batch.kvcache.mha_pool import MHAKVCache
 
 
 @dataclass(frozen=True)
@@ -34,27 +35,30 @@ class AttentionBackend(ABC):
         """Compute what all layers of this step share and leave it in `batch.attention`."""
 
     @abstractmethod
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, spec: AttnSpec, batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Store k and v of this step's tokens, then attend.
+    def forward(self, q: torch.Tensor, layer: int, spec: AttnSpec, batch: ForwardBatch) -> torch.Tensor:
+        """Attend; the keys and values of this step's tokens are in the pool.
 
         Args:
-            q: (num_tokens, num_heads, head_dim).
-            k: (num_tokens, num_kv_heads, head_dim), after norm and RoPE.
-            v: (num_tokens, num_kv_heads, head_dim).
+            q: (num_tokens, num_heads, head_dim) after norm and RoPE, each token contiguous; all contiguous on a GPU.
             layer: which layer's part of the pool.
             spec: scale and window of that layer.
             batch: the step, after `prepare_metadata`.
 
         Returns:
-            (num_tokens, num_heads, head_dim), in q's dtype.
+            (num_tokens, num_heads, head_dim), contiguous, in q's dtype.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What a forward pass needs besides tensors: the step and the backend. Made by the engine for each step."""
+    """What a forward pass needs besides tensors. Made by the engine for each step.
+
+    Attributes:
+        batch: the step, after the backend's `prepare_metadata`.
+        attention: the backend.
+        pool: where each layer stores its keys and values before the backend reads them.
+    """
 
     batch: ForwardBatch
     attention: AttentionBackend
+    pool: MHAKVCache

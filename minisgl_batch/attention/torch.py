@@ -53,11 +53,8 @@ class TorchAttention(AttentionBackend):
         kv_lens = torch.from_numpy(host.kv_lens[: host.num_decode]).to(batch.slots.device)
         batch.attention = TorchMetadata(kv_lens, rows)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, spec: AttnSpec, batch: ForwardBatch
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, layer: int, spec: AttnSpec, batch: ForwardBatch) -> torch.Tensor:
         k_pool, v_pool = self._pool.k(layer), self._pool.v(layer)
-        reference.store_kv(k, v, k_pool, v_pool, batch.out_loc)
         metadata: TorchMetadata = batch.attention
         out = torch.empty_like(q)
         if num_decode := len(metadata.decode_kv_lens):

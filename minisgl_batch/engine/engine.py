@@ -56,6 +56,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, tp: TPGroup = SINGLE) -> None:
         started = time.perf_counter()
+        self._tp = tp
         path = model_path(config.model)
         self.model_config = load_model_config(path)
         self.options = options = resolve(config, self.model_config)
@@ -112,12 +113,19 @@ class Engine:
         self._tables.add_pages(batch)
         forward = self._tables.forward_batch(batch)
         self._attention.prepare_metadata(forward)
-        hidden = self._model(forward.input_ids, forward.positions, ForwardContext(forward, self._attention))
+        context = ForwardContext(forward, self._attention, self._pool)
+        hidden = self._model(forward.input_ids, forward.positions, context)
         logits = self._model.logits(hidden[forward.sample_tokens])
-        rows = None if batch.all_greedy else self._tables.sampling_rows(batch)
-        tokens = sample(logits, rows, any_filter=batch.any_filter)
+        tokens = self._sample(logits, batch)
         self._tables.put_tokens(batch, tokens)
         return EngineStep(tokens)
+
+    def _sample(self, logits: torch.Tensor, batch: ScheduledBatch) -> torch.Tensor:
+        rows = self._tables.sampling_rows(batch)
+        if batch.any_filter:
+            return sample(self._model.gather_logits(logits), rows, any_filter=True)
+        vocab_start = self._model.vocab_range.start
+        return sample(logits, rows, any_filter=False, vocab_start=vocab_start, tp=self._tp)
 
     def describe(self) -> dict[str, str | int]:
         """What runs where, for logs and manifests."""

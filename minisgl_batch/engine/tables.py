@@ -5,7 +5,6 @@ They change by `TableEdits` and by sampled tokens, both in the order of launched
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,7 @@ import numpy.typing as npt
 import torch
 
 from minisgl_batch.batch import ForwardBatch, ScheduledBatch, TableEdits
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """Sampling values of the rows that a step samples, each (num_samples,)."""
-
-    temperature: torch.Tensor  # float32; 0 is greedy
-    top_k: torch.Tensor  # int32; 0 keeps all
-    top_p: torch.Tensor  # float32
-    min_p: torch.Tensor  # float32
-    seeds: torch.Tensor  # int64
-    sample_indices: torch.Tensor  # int64
-    positions: torch.Tensor  # int64; output position of the token to sample
+from minisgl_kernels.gumbel import SamplingRows
 
 
 class DeviceTables:
@@ -97,15 +84,17 @@ class DeviceTables:
         )
 
     def sampling_rows(self, host: ScheduledBatch) -> SamplingRows:
-        slots = self._send(host.slots[host.samples]).long()
+        """What the sampler reads: the rows that sample, and every slot's values."""
         return SamplingRows(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            min_p=self._min_p[slots],
-            seeds=self._seed[slots],
-            sample_indices=self._sample_index[slots],
-            positions=self._send(host.kv_lens[host.samples]).long() - self._num_prompt[slots],
+            slots=self._send(host.slots[host.samples]),
+            kv_lens=self._send(host.kv_lens[host.samples]),
+            num_prompt=self._num_prompt,
+            seeds=self._seed,
+            sample_indices=self._sample_index,
+            temperature=self._temperature,
+            top_k=self._top_k,
+            top_p=self._top_p,
+            min_p=self._min_p,
         )
 
     def put_tokens(self, host: ScheduledBatch, tokens: torch.Tensor) -> None:

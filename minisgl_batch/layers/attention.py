@@ -1,4 +1,4 @@
-"""Self-attention: projections, norms of queries and keys, rotation, and a call of the attention backend.
+"""Self-attention: projections around a call that fills the KV pool and a call of the attention backend.
 
 Knows nothing of pages or of how a step was scheduled: that is between the backend and the step in the context. Used
 by the models.
@@ -13,7 +13,7 @@ from minisgl_batch.attention.base import AttnSpec, ForwardContext
 from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.layers.linear import LinearQKVMerged, LinearRowParallel
 from minisgl_batch.layers.norm import RMSNorm
-from minisgl_batch.layers.rotary import Rope, rotate
+from minisgl_kernels.norm_rope_store import norm_rope_store
 
 
 class SelfAttention(nn.Module):
@@ -47,7 +47,6 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self._layer = layer
-        self._head_dim = head_dim
         self._spec = AttnSpec(scale=head_dim**-0.5, window=window)
         self.qkv_proj = LinearQKVMerged(
             hidden_size, num_heads, num_kv_heads, head_dim, bias=qkv_bias, tp=tp, dtype=dtype, device=device
@@ -60,17 +59,13 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
             self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor, rope: Rope, ctx: ForwardContext) -> torch.Tensor:
-        """(num_tokens, hidden_size) -> the same shape."""
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self._head_dim))
-        heads = self.qkv_proj.heads
-        q, k, v = qkv.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), dim=1)
-        q, k = self._norm_and_rotate(q, k, rope)
-        out = ctx.attention.forward(q, k, v, self._layer, self._spec, ctx.batch)
+    def forward(self, x: torch.Tensor, rope: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """Attend; x is (num_tokens, hidden_size), rope what `RotaryEmbedding` gives for these tokens -> x's shape."""
+        norms, eps = None, 0.0
+        if self.q_norm is not None and self.k_norm is not None:
+            norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        k_pool, v_pool = ctx.pool.k(self._layer), ctx.pool.v(self._layer)
+        q = norm_rope_store(self.qkv_proj(x), norms, eps, rope, ctx.batch.out_loc, k_pool, v_pool)
+        out = ctx.attention.forward(q, self._layer, self._spec, ctx.batch)
         attended: torch.Tensor = self.o_proj(out.flatten(1))
         return attended
-
-    def _norm_and_rotate(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, rope), rotate(k, rope)

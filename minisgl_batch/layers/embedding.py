@@ -15,6 +15,7 @@ from torch import nn
 from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.layers.base import Layer, Part, new_parameter
 from minisgl_batch.layers.packing import linear, pack
+from minisgl_kernels.embedding import embedding
 
 
 class VocabParallelEmbedding(Layer):
@@ -37,10 +38,7 @@ class VocabParallelEmbedding(Layer):
         """(num_tokens,) int32 or int64 -> (num_tokens, hidden_size)."""
         if self._tp.size == 1:
             return F.embedding(input_ids, self.weight)
-        local_ids = input_ids - self.vocab_range.start
-        elsewhere = (local_ids < 0) | (local_ids >= len(self.vocab_range))
-        rows = F.embedding(local_ids.masked_fill_(elsewhere, 0), self.weight)
-        return self._tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0.0))
+        return self._tp.all_reduce(embedding(input_ids, self.weight, self.vocab_range))
 
     def parts(self) -> Iterator[Part]:
         yield _vocab_part(self.weight, self.vocab_range, self._vocab_size)

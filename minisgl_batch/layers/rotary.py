@@ -1,7 +1,7 @@
-"""Rotary position embeddings: a table of cosines and sines per model, and the rotation of queries and keys.
+"""Rotary position embeddings: a table of cosines and sines per model.
 
-Dimension i of a head is rotated together with dimension i + head_dim / 2, as in Hugging Face checkpoints. Used by the
-models (the table's rows of a step) and attention (the rotation).
+Dimension i of a head is rotated together with dimension i + head_dim / 2, as in Hugging Face checkpoints. The models
+take the table's rows of a step, which the kernel that rotates (`minisgl_kernels.norm_rope_store`) reads in each layer.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from torch import nn
 
 from minisgl_batch.layers.rope_config import RopeConfig
 
-Rope = tuple[torch.Tensor, torch.Tensor]
-"""A step's cosines and sines, each (num_tokens, 1, head_dim); the sines' first half is negated."""
-
 
 class RotaryEmbedding(nn.Module):
-    """The table for positions [0, context_len), computed in float32 and shared by all layers of a model.
+    """The table for positions [0, context_len), shared by all layers of a model.
 
     Attributes:
-        table: (context_len, head_dim) float32; each row is [cosines | sines] of head_dim / 2 angles.
+        table: (context_len, 2, head_dim), computed in float32 and rounded to the model's dtype: each position's
+            cosines of head_dim / 2 angles, twice, and their sines, first negated and then as they are.
     """
 
     table: torch.Tensor
@@ -36,22 +34,15 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self._dtype = dtype
         positions = torch.arange(context_len, dtype=torch.float32, device=device)
         angles = torch.outer(positions, inverse_frequencies(config, head_dim, device))
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(config.attention_factor)
+        cos, sin = ((f * config.attention_factor).to(dtype) for f in (angles.cos(), angles.sin()))
+        table = torch.cat((cos, cos, -sin, sin), dim=-1).view(-1, 2, head_dim)
         self.register_buffer("table", table, persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> Rope:
-        """(num_tokens,) int32 -> what `rotate` needs for these tokens, in the model's dtype."""
-        cos, sin = self.table[positions].to(self._dtype).unsqueeze(1).chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotated queries or keys: (num_tokens, heads, head_dim) -> the same shape, contiguous."""
-    cos, sin = rope
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """(num_tokens,) int32 -> (num_tokens, 2, head_dim), these tokens' rows."""
+        return self.table[positions]
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, device: torch.device | None = None) -> torch.Tensor:

@@ -10,14 +10,14 @@ from torch import nn
 
 from minisgl_batch.attention.base import ForwardContext
 from minisgl_batch.distributed.group import TPGroup
-from minisgl_batch.layers.activation import silu_and_mul
 from minisgl_batch.layers.attention import SelfAttention
 from minisgl_batch.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl_batch.layers.linear import LinearColParallelMerged, LinearRowParallel
-from minisgl_batch.layers.norm import AddRMSNorm
-from minisgl_batch.layers.rotary import Rope, RotaryEmbedding
+from minisgl_batch.layers.norm import RMSNorm
+from minisgl_batch.layers.rotary import RotaryEmbedding
 from minisgl_batch.models.base import CausalLM
 from minisgl_batch.models.config import ModelConfig
+from minisgl_kernels.silu_and_mul import silu_and_mul
 
 
 class MLP(nn.Module):
@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         super().__init__()
-        self.input_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.self_attn = SelfAttention(
             layer=layer,
             hidden_size=config.hidden_size,
@@ -66,11 +66,11 @@ class DecoderLayer(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.post_attention_layernorm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.mlp = MLP(config, tp, dtype, device)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: Rope, ctx: ForwardContext
+        self, x: torch.Tensor, residual: torch.Tensor | None, rope: torch.Tensor, ctx: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The last block's output and the stream without it, (num_tokens, hidden_size) both -> the same."""
         x, residual = self.input_layernorm(x, residual)
@@ -105,7 +105,7 @@ class DenseModel(CausalLM):
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, tp, dtype, device) for layer in range(config.num_layers)
         )
-        self.norm = AddRMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
         self.lm_head = LMHead(
             config.vocab_size,
             config.hidden_size,

@@ -10,7 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_kernels.reference import common_prefix_len, filter_logits, gumbel_noise, noise_keys, store_kv
+from minisgl_kernels.reference import (
+    common_prefix_len,
+    filter_logits,
+    gumbel_noise,
+    noise_keys,
+    rms_norm,
+    silu_and_mul,
+    store_kv,
+)
 
 int32_lists = st.lists(st.integers(-5, 5), max_size=12)
 
@@ -19,6 +27,22 @@ int32_lists = st.lists(st.integers(-5, 5), max_size=12)
 def test_common_prefix_is_that_of_the_lists(a: list[int], b: list[int]) -> None:
     want = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert common_prefix_len(np.array(a, np.int32), np.array(b, np.int32)) == want
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_rounds_before_it_scales(dtype: torch.dtype) -> None:
+    x = (torch.randn(50, 3, 48)[..., :24] * 100).to(dtype)  # strided, as queries are
+    weight = torch.randn(24).to(dtype)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    want, got = exact.to(dtype) * weight, rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(got, want)
+    if dtype == torch.bfloat16:  # float32 and float64 rarely round to different neighbours; another order often does
+        assert (got != want).float().mean() < 0.02
+
+
+def test_silu_and_mul_is_its_definition() -> None:
+    gate, up = torch.randn(2, 6, 10)
+    torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
 
 
 def test_store_kv_writes_each_token_to_its_page() -> None:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import torch
 
 from tests.minisgl_batch.distributed.rank_pool import RankPool
+from tests.seeding import seed
+
+__all__ = ["seed"]
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-
-
-@pytest.fixture(autouse=True)
-def seed() -> int:
-    """Seeds all generators anew for each test. A failed test shows its seed; MINISGL_TEST_SEED repeats it."""
-    value = int(os.environ.get("MINISGL_TEST_SEED", random.SystemRandom().getrandbits(31)))
-    print(f"MINISGL_TEST_SEED={value}")  # noqa: T201 - pytest shows it with a failure
-    random.seed(value)
-    np.random.seed(value)
-    torch.manual_seed(value)
-    return value
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from torch import nn
 
 from minisgl_batch.distributed.group import SINGLE
 from minisgl_batch.errors import InvalidParameterError
-from minisgl_batch.layers.activation import silu_and_mul
 from minisgl_batch.layers.base import Layer, Part
 from minisgl_batch.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl_batch.layers.linear import (
@@ -20,7 +19,7 @@ from minisgl_batch.layers.linear import (
     LinearReplicated,
     LinearRowParallel,
 )
-from minisgl_batch.layers.norm import AddRMSNorm, RMSNorm
+from minisgl_batch.layers.norm import RMSNorm
 from minisgl_batch.layers.packing import linear, pack
 from minisgl_batch.layers.sharding import shard_heads
 from tests.minisgl_batch.distributed.lone_rank import lone_rank
@@ -42,37 +41,18 @@ def _key(part: Part) -> str:
     return part.name if part.sibling is None else f"{part.sibling}.{part.name}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm_rounds_before_it_scales(dtype: torch.dtype) -> None:
-    norm = RMSNorm(24, 1e-5, dtype=dtype)
-    norm.weight.copy_(torch.randn(24))
-    x = (torch.randn(50, 3, 48)[..., :24] * 100).to(dtype)  # strided, as queries are
-    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    want = exact.to(dtype) * norm.weight
-    torch.testing.assert_close(norm(x), want)
-    if dtype == torch.bfloat16:  # float32 and float64 rarely round to different neighbours; another order often does
-        assert (norm(x) != want).float().mean() < 0.02
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_add_rms_norm_returns_the_stream_too(dtype: torch.dtype) -> None:
-    norm = AddRMSNorm(16, 1e-6, dtype=dtype)
+def test_rms_norm_returns_the_stream_too() -> None:
+    norm = RMSNorm(16, 1e-2, dtype=torch.float32)
     norm.weight.copy_(torch.randn(16))
-    plain = RMSNorm(16, 1e-6, dtype=dtype)
-    plain.weight.copy_(norm.weight)
-    x, residual = torch.randn(2, 7, 16, dtype=dtype).unbind(0)
+    x, residual = torch.randn(2, 7, 16).unbind(0)
     total = x + residual
+    want = total / (total.square().mean(-1, keepdim=True) + 1e-2).sqrt() * norm.weight
     normed, stream = norm(x, residual)
     assert torch.equal(stream, total)
-    assert torch.equal(normed, plain(total))
-    normed, stream = norm(x, None)
-    assert torch.equal(stream, x)
-    assert torch.equal(normed, plain(x))
-
-
-def test_silu_and_mul() -> None:
-    gate, up = torch.randn(2, 6, 10)
-    torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
+    torch.testing.assert_close(normed, want)
+    normed, stream = norm(total)
+    assert stream is total
+    torch.testing.assert_close(normed, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,35 +1,49 @@
-"""Runs a model without an engine: an attention backend that keeps each row's keys and values in plain tensors."""
+"""Runs a model without an engine: each row's keys and values stand in one stretch of the pool, in order."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 
 from minisgl_batch.attention.base import AttentionBackend, AttnSpec, ForwardContext
 from minisgl_batch.batch import ForwardBatch, ScheduledBatch, TableEdits
+from minisgl_batch.kvcache.mha_pool import MHAKVCache
 from minisgl_batch.models.base import CausalLM
 
 
-class ContiguousAttention(AttentionBackend):
-    """Attention as in the textbook, one query token and one head at a time; keys and values by (layer, slot)."""
+def flat_pool(model: CausalLM, num_tokens: int) -> MHAKVCache:
+    """A pool in pages of one token, of the type and on the device of the model's weights."""
+    weight, layers = next(model.parameters()), list(model.modules())
+    heads: Any = next(layer.heads for layer in layers if hasattr(layer, "heads"))
+    return MHAKVCache(
+        num_layers=model.config.num_layers,
+        num_pages=num_tokens,
+        page_size=1,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
 
-    def __init__(self) -> None:
-        self._kv: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+class ContiguousAttention(AttentionBackend):
+    """Attention as in the textbook; the row in slot s has the pool's tokens from s * row_len on."""
+
+    def __init__(self, pool: MHAKVCache, row_len: int) -> None:
+        self._pool = pool
+        self._row_len = row_len
 
     def prepare_metadata(self, batch: ForwardBatch) -> None:
         pass
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, spec: AttnSpec, batch: ForwardBatch
-    ) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, layer: int, spec: AttnSpec, batch: ForwardBatch) -> torch.Tensor:
         out, host = [], batch.host
-        pieces = [x.split(host.q_lens.tolist()) for x in (q, k, v)]
-        for slot, kv_len, row_q, row_k, row_v in zip(host.slots, host.kv_lens, *pieces, strict=True):
-            old_k, old_v = self._kv.get((layer, slot), (row_k[:0], row_v[:0]))
-            row_k, row_v = torch.cat((old_k, row_k)), torch.cat((old_v, row_v))
-            assert len(row_k) == kv_len
-            self._kv[layer, slot] = row_k, row_v
-            out.append(_attend(row_q, row_k, row_v, spec))
+        keys, values = self._pool.k(layer).flatten(0, 1), self._pool.v(layer).flatten(0, 1)
+        for slot, kv_len, row_q in zip(host.slots, host.kv_lens, q.split(host.q_lens.tolist()), strict=True):
+            tokens = slice(slot * self._row_len, slot * self._row_len + kv_len)
+            out.append(_attend(row_q, keys[tokens], values[tokens], spec))
         return torch.cat(out)
 
 
@@ -49,15 +63,18 @@ def sequence_logits(model: CausalLM, sequences: list[list[int]], cuts: list[int]
         sequences: token ids.
         cuts: step 1 computes each sequence's first `cut` tokens, step 2 the rest (rows with nothing left drop out).
     """
-    attention = ContiguousAttention()
+    row_len = max(len(s) for s in sequences)
+    pool = flat_pool(model, len(sequences) * row_len)
+    attention = ContiguousAttention(pool, row_len)
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
     for starts, ends in (([0] * len(cuts), cuts), (cuts, [len(s) for s in sequences])):
         slots = [i for i, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
         ids = [t for i in slots for t in sequences[i][starts[i] : ends[i]]]
         positions = [p for i in slots for p in range(starts[i], ends[i])]
         q_lens, kv_lens = [ends[i] - starts[i] for i in slots], [ends[i] for i in slots]
-        batch = _batch(slots, q_lens, kv_lens, ids, positions)
-        hidden = model(batch.input_ids, batch.positions, ForwardContext(batch, attention))
+        out_loc = [i * row_len + p for i in slots for p in range(starts[i], ends[i])]
+        batch = _batch(slots, q_lens, kv_lens, ids, positions, out_loc)
+        hidden = model(batch.input_ids, batch.positions, ForwardContext(batch, attention, pool))
         logits = model.gather_logits(model.logits(hidden))
         for i, piece in zip(slots, logits.split(q_lens), strict=True):
             rows[i].append(piece)
@@ -65,7 +82,7 @@ def sequence_logits(model: CausalLM, sequences: list[list[int]], cuts: list[int]
 
 
 def _batch(
-    slots: list[int], q_lens: list[int], kv_lens: list[int], ids: list[int], positions: list[int]
+    slots: list[int], q_lens: list[int], kv_lens: list[int], ids: list[int], positions: list[int], out_loc: list[int]
 ) -> ForwardBatch:
     none = np.zeros(0, np.int32)
     host = ScheduledBatch(
@@ -79,12 +96,11 @@ def _batch(
         any_filter=False,
         edits=TableEdits(none.astype(np.int64), none, none.astype(np.int64), none, []),
     )
-    int_positions = torch.tensor(positions, dtype=torch.int32)
     return ForwardBatch(
         host=host,
         input_ids=torch.tensor(ids, dtype=torch.int32),
-        positions=int_positions,
-        out_loc=int_positions,  # the pool's business, which this backend hasn't
+        positions=torch.tensor(positions, dtype=torch.int32),
+        out_loc=torch.tensor(out_loc, dtype=torch.int32),
         slots=torch.from_numpy(host.slots),
         page_table=torch.zeros(0, 0, dtype=torch.int32),
         sample_tokens=torch.zeros(0, dtype=torch.int64),

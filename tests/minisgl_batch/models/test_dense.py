@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from minisgl_batch.models.config import load_model_config
 from minisgl_batch.models.registry import make_model
 from minisgl_batch.models.weights import load_weights
 from tests.minisgl_batch.distributed.lone_rank import lone_rank
-from tests.minisgl_batch.models.contiguous import sequence_logits
+from tests.minisgl_batch.models.contiguous import flat_pool, sequence_logits
 from tests.minisgl_batch.models.hf import hf_logits, random_model, random_sequences, save
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -127,7 +128,8 @@ def test_a_step_depends_on_no_values(size: int, tmp_path: Path) -> None:
     )
     config = load_model_config(save(reference, tmp_path))
     model = make_model(config, lone_rank(size - 1, size), torch.bfloat16, torch.device("meta"))
-    ids = positions = torch.zeros(7, dtype=torch.int32, device="meta")
-    hidden = model(ids, positions, ForwardContext(None, Passing()))  # type: ignore[arg-type]
+    ids = torch.zeros(7, dtype=torch.int32, device="meta")
+    step: Any = SimpleNamespace(out_loc=ids)
+    hidden = model(ids, ids, ForwardContext(step, Passing(), flat_pool(model, num_tokens=9)))
     assert hidden.shape == (7, 40)
     assert model.gather_logits(model.logits(hidden[:3])).shape == (3, 99)

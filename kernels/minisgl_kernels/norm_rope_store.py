@@ -1,0 +1,149 @@
+"""What stands between the QKV projection and attention, in one launch: norms of queries and keys, rotation, KV store.
+
+Triton, or the twin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minisgl_kernels import reference
+from minisgl_kernels import triton_support as support
+from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
+
+
+def norm_rope_store(
+    qkv: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    rope: torch.Tensor,
+    out_loc: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+) -> torch.Tensor:
+    """Normalise and rotate each head's query and key, and write keys and values into one layer of the pool.
+
+    The norm is as in `add_rms_norm`; the rotation is computed in float32 and rounded once. Reads qkv once and writes
+    as much.
+
+    Args:
+        qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), [queries | keys | values], each row contiguous.
+        norms: weights of the queries' and the keys' norm, (head_dim,) each, qkv's dtype; None: there are no norms.
+        eps: of the norms.
+        rope: (num_tokens, 2, head_dim), contiguous, qkv's dtype: the cosines of the token's head_dim / 2 angles, twice,
+            and their sines, first negated and then as they are. Dimension i turns together with i + head_dim / 2.
+        out_loc: (num_tokens,) int32, page * page_size + offset. Padding tokens share the dummy's location.
+        k_pool, v_pool: (num_pages, page_size, num_kv_heads, head_dim), contiguous, qkv's dtype.
+
+    Returns:
+        (num_tokens, num_heads, head_dim): the queries. Contiguous from a kernel, and within each token from the twin.
+    """
+    if not support.runs_kernels(qkv):
+        return reference.norm_rope_store(qkv, norms, eps, rope, out_loc, k_pool, v_pool)
+    num_tokens, width = qkv.shape
+    num_kv_heads, head_dim = k_pool.shape[2:]
+    num_heads = width // head_dim - 2 * num_kv_heads
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if num_tokens:
+        block_heads = 8 if num_kv_heads >= 8 else 4
+        block_half = support.next_power_of_2(head_dim // 2)
+        pdl = support.uses_pdl(qkv)
+        _kernel[(num_tokens, -(-num_heads // block_heads) + 2 * -(-num_kv_heads // block_heads))](
+            qkv,
+            *(norms or (qkv, qkv)),
+            rope,
+            out_loc,
+            q,
+            k_pool,
+            v_pool,
+            qkv.stride(0),
+            eps,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_heads=block_heads,
+            block_half=block_half,
+            has_norms=norms is not None,
+            pdl=pdl,
+            num_warps=max(1, block_heads * block_half // 256),  # 8 elements of each half per thread
+            launch_pdl=pdl,
+        )
+    return q
+
+
+@jit
+def _kernel(
+    qkv: Any,
+    q_norm: Any,
+    k_norm: Any,
+    rope: Any,
+    out_loc: Any,
+    q_out: Any,
+    k_pool: Any,
+    v_pool: Any,
+    qkv_stride: Any,
+    eps: Any,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_heads: tl.constexpr,
+    block_half: tl.constexpr,
+    has_norms: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """One program per token and block of heads, all of them queries, keys or values.
+
+    A head is held as its two halves, so that the rotation needs no exchange between threads.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks: tl.constexpr = (num_heads + block_heads - 1) // block_heads
+    kv_blocks: tl.constexpr = (num_kv_heads + block_heads - 1) // block_heads
+    half: tl.constexpr = head_dim // 2
+    is_q = block < q_blocks
+    is_v = block >= q_blocks + kv_blocks
+
+    dims = tl.arange(0, block_half)[None, :]
+    heads = tl.where(is_q, block, (block - q_blocks) % kv_blocks) * block_heads + tl.arange(0, block_heads)[:, None]
+    inside = (heads < tl.where(is_q, num_heads, num_kv_heads)) & (dims < half)
+    low = heads * head_dim + dims
+    first = tl.where(is_q, 0, tl.where(is_v, num_heads + num_kv_heads, num_heads)) * head_dim
+    source = qkv + token * qkv_stride + first + low
+
+    if has_norms:
+        norm = k_norm
+        if is_q:
+            norm = q_norm
+        scale_1 = tl.load(norm + dims, mask=dims < half).to(tl.float32)
+        scale_2 = tl.load(norm + half + dims, mask=dims < half).to(tl.float32)
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+
+    x_1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    x_2 = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    target = q_out + token * (num_heads * head_dim)
+    if not is_q:
+        location = tl.load(out_loc + token).to(tl.int64) * (num_kv_heads * head_dim)
+        target = k_pool + location
+        if is_v:
+            target = v_pool + location
+    dtype = q_out.dtype.element_ty
+    if not is_v:
+        if has_norms:
+            mean_square = (
+                tl.sum(x_1 * x_1, axis=1, keep_dims=True) + tl.sum(x_2 * x_2, axis=1, keep_dims=True)
+            ) / head_dim
+            inverse = tl.rsqrt(mean_square + eps)
+            x_1 = ((x_1 * inverse).to(dtype).to(tl.float32) * scale_1).to(dtype).to(tl.float32)
+            x_2 = ((x_2 * inverse).to(dtype).to(tl.float32) * scale_2).to(dtype).to(tl.float32)
+        angles = rope + token * (2 * head_dim) + dims
+        cos = tl.load(angles, mask=dims < half).to(tl.float32)
+        sin = tl.load(angles + 3 * half, mask=dims < half).to(tl.float32)
+        turned_1 = x_1 * cos - x_2 * sin
+        x_2 = x_2 * cos + x_1 * sin
+        x_1 = turned_1
+    tl.store(target + low, x_1.to(dtype), mask=inside)
+    tl.store(target + low + half, x_2.to(dtype), mask=inside)

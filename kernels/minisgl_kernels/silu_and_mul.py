@@ -1,0 +1,52 @@
+"""The gated activation of MLPs in one pass: Triton, or the twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minisgl_kernels import reference
+from minisgl_kernels import triton_support as support
+from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
+
+_BLOCK = 1024
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for gate and up side by side.
+
+    silu is rounded to the dtype before the product, as in the models' reference code. Moves 3 elements per output.
+
+    Args:
+        gate_up: (num_tokens, 2 * width), contiguous; any float dtype.
+
+    Returns:
+        (num_tokens, width), the same dtype.
+    """
+    if not support.runs_kernels(gate_up):
+        return reference.silu_and_mul(gate_up)
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens:
+        pdl = support.uses_pdl(out)
+        grid = (num_tokens, -(-width // _BLOCK))
+        _kernel[grid](gate_up, out, width=width, block=_BLOCK, pdl=pdl, num_warps=4, launch_pdl=pdl)
+    return out
+
+
+@jit
+def _kernel(gate_up: Any, out: Any, width: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr) -> None:
+    """One program per row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    gates = gate_up + row * 2 * width + columns
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(gates, mask=inside).to(tl.float32)
+    up = tl.load(gates + width, mask=inside).to(tl.float32)
+    dtype = out.dtype.element_ty
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * width + columns, (silu * up).to(dtype), mask=inside)

@@ -1,0 +1,132 @@
+"""The kernels around a layer's matrix products, against their twins in float32."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from minisgl_kernels import reference
+from minisgl_kernels.add_rms_norm import add_rms_norm
+from minisgl_kernels.embedding import embedding
+from minisgl_kernels.norm_rope_store import norm_rope_store
+from minisgl_kernels.silu_and_mul import silu_and_mul
+from tests.kernels.errors import DTYPES, assert_close
+
+real_sizes = pytest.param(True, marks=pytest.mark.gpu, id="real sizes")
+at_all_sizes = pytest.mark.parametrize("real", [pytest.param(False, id="small"), real_sizes])
+in_all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def randn(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device=device) * scale).to(dtype)
+
+
+@at_all_sizes
+@in_all_dtypes
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_add_rms_norm(device: torch.device, dtype: torch.dtype, has_residual: bool, real: bool) -> None:
+    for size in (1024, 2560, 5120, 8192, 1000) if real else (random.randrange(2, 70), 64):
+        num_tokens = random.choice((1, 256, 5000)) if real else random.randrange(1, 5)
+        x = randn(num_tokens, size, dtype=dtype, device=device, scale=30.0)
+        residual = randn(num_tokens, size, dtype=dtype, device=device) if has_residual else None
+        weight = randn(size, dtype=dtype, device=device)
+        total = x.float() if residual is None else x.float() + residual.float()
+        exact = reference.rms_norm(total.to(dtype).float(), weight.float(), 1e-5)
+        twin, twin_stream = reference.add_rms_norm(x, None if residual is None else residual.clone(), weight, 1e-5)
+        before = x.clone()
+        normed, stream = add_rms_norm(x, residual, weight, 1e-5)
+        assert stream is (x if residual is None else residual)
+        assert torch.equal(x, before)
+        assert_close(stream, total, twin_stream)
+        assert_close(normed, exact, twin)
+
+
+def test_add_rms_norm_reads_strided_rows(device: torch.device) -> None:
+    x = torch.randn(6, 40, device=device)[:, :24]
+    weight = torch.randn(24, device=device)
+    normed, _ = add_rms_norm(x, None, weight, 1e-6)
+    torch.testing.assert_close(normed, reference.rms_norm(x, weight, 1e-6))
+
+
+@at_all_sizes
+@in_all_dtypes
+def test_silu_and_mul(device: torch.device, dtype: torch.dtype, real: bool) -> None:
+    for width in (3072, 17408, 1000) if real else (random.randrange(1, 40), 1500):
+        num_tokens = random.choice((1, 256, 5000)) if real else random.randrange(1, 4)
+        gate_up = randn(num_tokens, 2 * width, dtype=dtype, device=device, scale=4.0)
+        gate_up[0, 0] = -1e4  # where exp(-gate) overflows
+        exact = reference.silu_and_mul(gate_up.float())
+        assert_close(silu_and_mul(gate_up), exact, reference.silu_and_mul(gate_up))
+
+
+@at_all_sizes
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_embedding_of_a_shard_holds_its_own_ids_only(device: torch.device, dtype: torch.dtype, real: bool) -> None:
+    vocab_size, size, num_tokens = (151936, 5120, 5000) if real else (50, random.choice((3, 24, 1100)), 7)
+    bounds = sorted(random.sample(range(1, vocab_size), 2))
+    weight = torch.randn(vocab_size, size, device=device).bfloat16()
+    ids = torch.randint(0, vocab_size, (num_tokens,), device=device, dtype=dtype)
+    total = torch.zeros(num_tokens, size, device=device).bfloat16()
+    for start, stop in ((0, bounds[0]), bounds, (bounds[1], vocab_size)):
+        shard = embedding(ids, weight[start:stop], range(start, stop))
+        assert torch.equal(shard, reference.embedding(ids, weight[start:stop], range(start, stop)))
+        total += shard
+    assert torch.equal(total, weight[ids])
+
+
+def rope_rows(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    angles = torch.rand(num_tokens, head_dim // 2, device=device) * 6.3
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos, -sin, sin), dim=-1).unflatten(-1, (2, head_dim)).to(dtype)
+
+
+def shapes(real: bool) -> list[tuple[int, int, int, int]]:
+    """(num_tokens, num_heads, num_kv_heads, head_dim)"""
+    if not real:
+        return [(random.randrange(1, 5), *s) for s in ((3, 1, 8), (16, 8, 6), (10, 2, 20), (9, 9, 16))]
+    heads = ((16, 8, 128), (40, 8, 128), (5, 1, 128), (32, 8, 64), (24, 24, 96), (8, 4, 256), (64, 16, 80))
+    return [(random.choice((1, 7, 256, 3000)), *s) for s in heads]
+
+
+@at_all_sizes
+@in_all_dtypes
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_norm_rope_store(device: torch.device, dtype: torch.dtype, has_norms: bool, real: bool) -> None:
+    for num_tokens, num_heads, num_kv_heads, head_dim in shapes(real):
+        page_size = random.choice((1, 16, 64))
+        num_pages = -(-num_tokens // page_size) + 3
+        qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim + 8, dtype=dtype, device=device)[:, :-8]
+        norms = None
+        if has_norms:
+            q_norm, k_norm = randn(2, head_dim, dtype=dtype, device=device).unbind(0)
+            norms = q_norm, k_norm
+        rope = rope_rows(num_tokens, head_dim, dtype, device)
+        out_loc = torch.randperm(num_pages * page_size, device=device)[:num_tokens].int()
+        pools, twins, exacts = (
+            torch.full((2, num_pages, page_size, num_kv_heads, head_dim), torch.nan, dtype=t, device=device)
+            for t in (dtype, dtype, torch.float32)
+        )
+        wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
+        exact = reference.norm_rope_store(qkv.float(), wide_norms, 1e-6, rope.float(), out_loc, *exacts)
+        twin = reference.norm_rope_store(qkv, norms, 1e-6, rope, out_loc, *twins)
+
+        got = norm_rope_store(qkv, norms, 1e-6, rope, out_loc, *pools)
+
+        assert got.is_contiguous()
+        assert_close(got, exact, twin)
+        assert torch.equal(pools[1].nan_to_num(7.0), twins[1].nan_to_num(7.0))  # values go in as they are
+        keys, twin_keys, exact_keys = (x[0].flatten(0, 1) for x in (pools, twins, exacts))
+        assert_close(keys[out_loc], exact_keys[out_loc], twin_keys[out_loc])
+        assert torch.equal(keys.isnan(), twin_keys.isnan())  # nothing is written elsewhere
+
+
+def test_no_tokens_make_no_launch(device: torch.device) -> None:
+    pool = torch.zeros(2, 3, 4, 2, 8, device=device)
+    none = torch.zeros(0, dtype=torch.int32, device=device)
+    rope = torch.zeros(0, 2, 8, device=device)
+    assert norm_rope_store(torch.zeros(0, 64, device=device), None, 0.0, rope, none, *pool).shape == (0, 4, 8)
+    assert silu_and_mul(torch.zeros(0, 6, device=device)).shape == (0, 3)
+    assert embedding(none, torch.zeros(4, 6, device=device), range(4)).shape == (0, 6)
+    assert add_rms_norm(torch.zeros(0, 6, device=device), None, torch.ones(6, device=device), 1e-6)[0].shape == (0, 6)
