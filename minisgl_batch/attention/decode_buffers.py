@@ -6,11 +6,13 @@ dummy row with one token. Filled by the engine, read by models (through ForwardB
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
-from minisgl_kernels.decode_inputs import DecodeInputs, PageLists, decode_inputs
 
 from minisgl_batch.batch import IntArray, ScheduledBatch, SharedPrefixes
+from minisgl_kernels.decode_inputs import DecodeInputs, PageLists, decode_inputs
 
 
 class DecodeBuffers:
@@ -30,12 +32,21 @@ class DecodeBuffers:
     """
 
     def __init__(
-        self, max_rows: int, max_pages: int, max_groups: int, page_size: int, dummy_slot: int, device: torch.device
+        self,
+        max_rows: int,
+        max_pages: int,
+        max_groups: int,
+        page_size: int,
+        dummy_slot: int,
+        device: torch.device,
+        upload_into: Callable[[torch.Tensor, Sequence[IntArray]], None],
     ) -> None:
+        self._upload_into = upload_into
+        self._groups_version = -1
         self.max_rows = max_rows
         self.max_groups = max_groups
         self._page_size = page_size
-        self._dummy_slot = dummy_slot
+        self.dummy_slot = dummy_slot
         sizes = [max_rows, max_rows, max_rows, max_rows, max_rows + 1, max_groups + 2, max_groups + 1]
         self.packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         fields = self.packed.split(sizes)
@@ -48,9 +59,23 @@ class DecodeBuffers:
         self.last_page_lens = torch.ones_like(self.input_ids)
         self.pages = torch.zeros(max_rows * max_pages, dtype=torch.int32, device=device)
 
-    def host_fields(self, batch: ScheduledBatch | None, num_rows: int) -> list[IntArray]:
-        """The fields of `packed` for a step's decode rows, padded to `num_rows`; None: all rows are padding."""
-        slots = np.full(self.max_rows, self._dummy_slot, dtype=np.int32)
+    def fill(self, batch: ScheduledBatch | None, num_rows: int) -> tuple[IntArray, IntArray]:
+        """Put a step's decode rows here, padded to `num_rows`; None: all rows are padding.
+
+        Returns:
+            `indptr` and `kv_lens` as the host knows them.
+        """
+        fields = self._host_fields(batch, num_rows)
+        self._upload_into(self.packed, fields)
+        shared = batch.shared if batch is not None else None
+        if shared is not None and shared.version != self._groups_version:
+            self._upload_into(self.group_pages.view(-1), [self._group_table(shared)])
+            self._groups_version = shared.version
+        return fields[4], fields[1]
+
+    def _host_fields(self, batch: ScheduledBatch | None, num_rows: int) -> list[IntArray]:
+        """The fields of `packed`."""
+        slots = np.full(self.max_rows, self.dummy_slot, dtype=np.int32)
         kv_lens = np.ones(self.max_rows, dtype=np.int32)
         new_pages = np.full(self.max_rows, -1, dtype=np.int32)
         first_pages = np.zeros(self.max_rows, dtype=np.int32)
@@ -72,8 +97,8 @@ class DecodeBuffers:
         np.cumsum(own_pages, out=indptr[1:])
         return [slots, kv_lens, new_pages, first_pages, indptr, group_starts, group_lens]
 
-    def group_table(self, shared: SharedPrefixes) -> IntArray:
-        """`group_pages` as the host knows it."""
+    def _group_table(self, shared: SharedPrefixes) -> IntArray:
+        """`group_pages`."""
         table = np.zeros(self.group_pages.shape, dtype=np.int32)
         ends = np.cumsum(shared.num_pages)
         for group, (end, num_pages) in enumerate(zip(ends.tolist(), shared.num_pages.tolist(), strict=True)):
@@ -81,7 +106,7 @@ class DecodeBuffers:
         return table
 
     def derive(self, num_rows: int, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
-        """On the device: everything else, for the first `num_rows` rows."""
+        """On the device: enter the rows' new pages, then make everything else, for the first `num_rows` rows."""
         decode_inputs(
             self.slots[:num_rows],
             self.kv_lens[:num_rows],

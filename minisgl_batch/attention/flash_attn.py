@@ -57,7 +57,7 @@ def load(page_size: int) -> FlashAttention:
             "attention_backend", "fa needs flash-attn: pip install 'minisgl-batch[cuda]', or choose fi or triton"
         )
     if generation == 2 and page_size % 256:
-        raise InvalidParameterError("page_size", f"flash-attn 2 reads pages of a multiple of 256 tokens, not {page_size}")
+        raise InvalidParameterError("page_size", f"flash-attn 2 reads pages of 256 tokens, not of {page_size}")
     return {4: _load_4, 3: _load_3, 2: _load_2}[generation]()
 
 

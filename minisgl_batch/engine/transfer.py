@@ -42,7 +42,11 @@ class Transfer(ABC):
 
     @abstractmethod
     def download(self, tokens: torch.Tensor) -> HostTokens:
-        """(num_samples,) int32 on the device, on their way to the host; the tensor may be overwritten by later steps."""
+        """(num_samples,) int32 on the device, on their way to the host."""
+
+    @abstractmethod
+    def guard_tokens(self) -> None:
+        """Before tokens that were downloaded are overwritten: let the device, not the host, wait for their copy."""
 
 
 class HostTransfer(Transfer):
@@ -53,6 +57,9 @@ class HostTransfer(Transfer):
 
     def download(self, tokens: torch.Tensor) -> HostTokens:
         return HostTokens(tokens.numpy(), None)
+
+    def guard_tokens(self) -> None:
+        return  # nothing is copied
 
 
 class CudaTransfer(Transfer):
@@ -97,7 +104,6 @@ class CudaTransfer(Transfer):
         return HostTokens(pinned.array[: len(tokens)], pinned.used)
 
     def guard_tokens(self) -> None:
-        """Before static tokens are overwritten: let the device, not the host, wait until they were copied."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
