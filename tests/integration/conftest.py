@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,10 +34,12 @@ def start(home: Path, tmp_path: Path) -> Start:
 
 @pytest.fixture(scope="module")
 def worker(home: Path) -> Iterator[Command]:
-    """A worker group that serves the demo model, on the Redis that the user's commands share."""
+    """A worker group that serves the demo model, on the Redis that the user's commands share; it must stop in order."""
     with make_command(home, "worker", "--model", "demo", "--num-pages", 4096) as command:
         command.wait_for("serving jobs for demo")
         yield command
+        command.signal(signal.SIGINT)
+        command.finish()
 
 
 def make_command(home: Path, *args: object, **options: object) -> Command:
