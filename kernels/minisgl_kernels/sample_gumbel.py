@@ -9,8 +9,6 @@ bound reaches the best score get theirs computed.
 
 from __future__ import annotations
 
-
-
 import torch
 
 from minisgl_kernels import reference
