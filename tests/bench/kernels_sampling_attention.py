@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from minisgl_kernels import sample_gumbel
+from minisgl_kernels import sample_filtered, sample_gumbel
 from tests.kernels.sampling import random_rows
 
 READ_BYTES_PER_US = 4.47e6  # measured on an H200
@@ -58,16 +58,24 @@ def sampling_lines() -> Iterator[Line]:
     device = torch.device("cuda")
     for num_rows in (1, 8, 64, 256):
         num_bytes = num_rows * VOCAB * 2
+        floor_us = num_bytes / READ_BYTES_PER_US
         for name, std, temperature in (("greedy", 0.64, 0.0), ("flat", 0.64, 0.6), ("peaked", 4.0, 0.6)):
-            rows = random_rows(num_rows, device, temperature=torch.full((num_rows + 3,), temperature))
-            sample = partial(sample_gumbel.sample_gumbel, rows=rows)
+            per_slot = {"temperature": torch.full((num_rows + 3,), temperature)}
             inputs = [
                 (torch.randn(num_rows, VOCAB, device=device) * std).bfloat16() for _ in range(num_copies(num_bytes))
             ]
-            floor_us = num_bytes / READ_BYTES_PER_US
-            yield line("sample_gumbel", median_us(sample, inputs), floor_us, rows=num_rows, logits=name)
+            shape = {"rows": num_rows, "logits": name}
+            sample = partial(sample_gumbel.sample_gumbel, rows=random_rows(num_rows, device, **per_slot))
+            yield line("sample_gumbel", median_us(sample, inputs), floor_us, **shape)
             if name == "greedy":
-                yield line("torch.argmax", median_us(partial(torch.argmax, dim=1), inputs), floor_us, rows=num_rows)
+                yield line("torch.argmax", median_us(partial(torch.argmax, dim=1), inputs), floor_us, **shape)
+                continue
+            for top_k, top_p in ((0, 0.9), (20, 0.95), (64, 1.0)):
+                per_slot["top_k"] = torch.full((num_rows + 3,), top_k, dtype=torch.int32)
+                per_slot["top_p"] = torch.full((num_rows + 3,), top_p)
+                sample = partial(sample_filtered.sample_filtered, rows=random_rows(num_rows, device, **per_slot))
+                us = median_us(sample, inputs)
+                yield line("sample_filtered", us, floor_us, **shape, top_k=top_k, top_p=top_p)
 
 
 def main() -> None:

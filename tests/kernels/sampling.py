@@ -46,3 +46,27 @@ def assert_best(tokens: torch.Tensor, logits: torch.Tensor, rows: SamplingRows) 
     greedy = rows.temperature[rows.slots.long()] == 0.0
     assert ((best - got) <= torch.where(greedy, 0.0, 1e-6 * (20 + best.abs()))).all()
     assert torch.equal(tokens[greedy], logits[greedy].argmax(dim=1).int())
+
+
+def assert_best_of_kept(tokens: torch.Tensor, logits: torch.Tensor, rows: SamplingRows) -> None:
+    """Each token has the best score among those that its row's filters keep, computed in float64.
+
+    Where rounding decides whether the filters keep a token, either is right.
+    """
+    exact = scores(logits, rows)
+    got = tokens.long().unsqueeze(1)
+    assert kept(logits, rows, 1e-5).gather(1, got).all()
+    best = exact.masked_fill(~kept(logits, rows, -1e-5), -torch.inf).max(dim=1).values
+    assert ((best - exact.gather(1, got).squeeze(1)) <= 1e-6 * (20 + best.abs())).all()
+
+
+def kept(logits: torch.Tensor, rows: SamplingRows, slack: float) -> torch.Tensor:
+    """(num_rows, vocab) bool: what the filters keep when they give in by this share of the probability."""
+    slots = rows.slots.long()
+    temperature, top_k, top_p, min_p = (x[slots] for x in (rows.temperature, rows.top_k, rows.top_p, rows.min_p))
+    scaled = logits.double() / torch.where(temperature > 0.0, temperature, 1.0).unsqueeze(1)
+    min_p = (min_p * (1.0 - slack)).double()
+    top_p = torch.where(top_p < 1.0, top_p.double() + slack, 1.0)
+    values, ids = reference.filter_logits(scaled, top_k, top_p, min_p)
+    mask = torch.empty_like(values, dtype=torch.bool).scatter_(1, ids, values > -torch.inf)
+    return torch.where(temperature.unsqueeze(1) > 0.0, mask, scaled == scaled.max(dim=1, keepdim=True).values)
