@@ -26,6 +26,8 @@ import redis
 
 from minisgl_batch.errors import (
     InvalidParameterError,
+    JobNotFoundError,
+    JobStateError,
     JobTimeoutError,
     QueueError,
     RedisUnavailableError,
@@ -33,7 +35,7 @@ from minisgl_batch.errors import (
 )
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
-from minisgl_jobs.dataset import claim_output, clear_dataset, release_output, reopen_dataset
+from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output, reopen_dataset
 from minisgl_jobs.job_results import JobResults
 from minisgl_jobs.model import MAX_CHUNK_ROWS, JobState, Priority, RowResult
 from minisgl_jobs.queue import JobQueue
@@ -136,7 +138,7 @@ class Client:
             InvalidInputError: the input can't be read or has faults, which it lists, or holds no rows.
             OutputError: the output folder holds a dataset, or can't be written.
             UsageError: an argument has a value that can't be used; names it.
-            JobStateError: another job has this id.
+            JobStateError: another job has this id, or writes to the folder that is to be overwritten.
             RedisUnavailableError: Redis stayed away. RedisFullError: Redis has no room for the job.
         """
         read = ReadOptions(system=system, template=template, chat=chat, limit=limit, on_error=on_error)
@@ -160,6 +162,8 @@ class Client:
     def submit_prepared(self, submission: Submission) -> JobHandle:
         """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis."""
         spec, folder = submission.spec, Path(submission.spec.output)
+        if submission.overwrite:
+            self._refuse_running_output(folder, spec.job_id)
         if self._queue.create(spec):
             try:
                 payloads = submission.payloads()
@@ -175,6 +179,16 @@ class Client:
                 release_output(folder, spec.job_id)
                 raise
         return JobHandle(self._redis, self._queue, spec.job_id)
+
+    def _refuse_running_output(self, folder: Path, job_id: str) -> None:
+        """Raise JobStateError if another job is about to write to a folder that is to be overwritten."""
+        owner = output_owner(folder)
+        if owner in ("", job_id):
+            return
+        with suppress(JobNotFoundError):  # lost, or of another Redis: nobody writes there
+            state = self._queue.status(owner).state
+            if not state.is_final:
+                raise JobStateError(f"{folder} is the output of job {owner}, which is {state.value}: cancel it first")
 
     def warn_if_unserved(self, model: str) -> None:
         """Log a warning when no living worker serves a model."""
@@ -323,7 +337,8 @@ class JobHandle:
     def results(self, *, partial: bool = False) -> pa.Table:
         """The results as an Arrow table. Arguments and errors as `batches`."""
         batches = list(self.batches(partial=partial))
-        return pa.Table.from_batches(batches, schema=None if batches else result_schema())
+        schema = batches[0].schema if batches else result_schema(token_ids=self.status().spec.token_ids)
+        return pa.Table.from_batches(batches, schema)
 
     def rows(self, *, partial: bool = False) -> Iterator[RowResult]:
         """The results one by one, in row order. Arguments and errors as `batches`."""

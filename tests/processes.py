@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -29,30 +30,40 @@ class Command:
     """A running `minisgl-batch`. Use as a context manager; leaving kills it if it still runs.
 
     Attributes:
-        stdout, stderr: what it has said so far.
+        stdout, stderr: what it has said so far; on a terminal, both in `stdout`.
     """
 
-    def __init__(self, *args: object, cwd: Path | None = None, **variables: str) -> None:
+    def __init__(self, *args: object, cwd: Path | None = None, terminal: bool = False, **variables: str) -> None:
+        """Start it, in a session of its own as in a terminal of its own; `variables` go to its environment."""
         command = [sys.executable, "-m", "minisgl_batch.cli.main", *map(str, args)]
-        pipe = subprocess.PIPE
-        # In a session of its own, as in a terminal of its own.
+        out, out_writer = pty.openpty() if terminal else os.pipe()
+        err, err_writer = (None, out_writer) if terminal else os.pipe()
+        env = environment(**variables)
         self._process = subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, cwd=cwd, env=environment(**variables), start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out_writer,
+            stderr=err_writer,
+            cwd=cwd,
+            env=env,
+            start_new_session=True,
         )
-        self._readers = []
-        self._said: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
-        for name, said in self._said.items():
-            reader = threading.Thread(target=self._read, args=(getattr(self._process, name), said), daemon=True)
+        for writer in {out_writer, err_writer}:
+            os.close(writer)
+        self._out, self._err = bytearray(), bytearray()
+        self._readers = [threading.Thread(target=_read, args=(out, self._out), daemon=True)]
+        if err is not None:
+            self._readers.append(threading.Thread(target=_read, args=(err, self._err), daemon=True))
+        for reader in self._readers:
             reader.start()
-            self._readers.append(reader)
 
     @property
     def stdout(self) -> str:
-        return self._said["stdout"].decode()
+        return self._out.decode()
 
     @property
     def stderr(self) -> str:
-        return self._said["stderr"].decode()
+        return self._err.decode()
 
     @property
     def pid(self) -> int:
@@ -62,8 +73,9 @@ class Command:
         """Wait until it has said something."""
 
         def has_said() -> bool:
+            is_over = self._process.poll() is not None and not any(reader.is_alive() for reader in self._readers)
             said = self.stdout + self.stderr
-            assert text in said or self._process.poll() is None, f"it ended without saying {text!r}: {said}"
+            assert text in said or not is_over, f"it ended without saying {text!r}: {said}"
             return text in said
 
         wait_for(f"{text!r} of a command", has_said, timeout_s)
@@ -80,10 +92,6 @@ class Command:
         assert found == code, f"exit code {found}: {self.stdout}{self.stderr}"
         return self
 
-    def _read(self, pipe: int, said: bytearray) -> None:
-        while data := pipe.read1():  # type: ignore[attr-defined]
-            said += data
-
     def __enter__(self) -> Command:
         return self
 
@@ -92,8 +100,16 @@ class Command:
     ) -> None:
         self._process.kill()
         self._process.wait()
-        for reader in self._readers:
-            reader.join(10)
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            pipe.close()
+
+
+def _read(fd: int, said: bytearray) -> None:
+    """Collect what comes until the other end is closed."""
+    with open(fd, "rb", buffering=0) as pipe:
+        while True:
+            try:
+                data = pipe.read(1 << 16)
+            except OSError:  # how a terminal says that it is closed
+                return
+            if not data:
+                return
+            said += data

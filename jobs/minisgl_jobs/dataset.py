@@ -223,7 +223,7 @@ def check_output(folder: Path, *, overwrite: bool = False) -> None:
         raise OutputError(f"{folder} holds Parquet files that aren't ours, such as {foreign[0]}: choose another folder")
     if not overwrite and any(_is_ours(name) for name in names):
         what = "a dataset" if MANIFEST in names else "parts of a job that isn't finished"
-        if owner := _owner(folder):
+        if owner := output_owner(folder):
             what = f"the output of job {owner}, which hasn't ended"
         raise OutputError(f"{folder} holds {what}: choose another folder, or overwrite it with --overwrite")
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -242,10 +242,24 @@ def claim_output(folder: Path, job_id: str) -> None:
         with (folder / OWNER).open("x") as file:
             file.write(job_id)
     except FileExistsError:
-        if (owner := _owner(folder)) != job_id:
+        if (owner := output_owner(folder)) != job_id:
             raise OutputError(f"{folder} holds the output of job {owner}, which hasn't ended") from None
     except OSError as error:
         raise OutputError(f"{folder} can't be written: {error.strerror}") from error
+
+
+def output_owner(folder: Path) -> str:
+    """The job whose output this is until it has ended, "" for none.
+
+    Raises:
+        OutputError: the folder can't be read.
+    """
+    try:
+        return (folder / OWNER).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        raise OutputError(f"{folder / OWNER} can't be read: {error.strerror}") from error
 
 
 def release_output(folder: Path, job_id: str) -> None:
@@ -254,7 +268,7 @@ def release_output(folder: Path, job_id: str) -> None:
     Raises:
         OutputError: the folder can't be written.
     """
-    if _owner(folder) == job_id:
+    if output_owner(folder) == job_id:
         remove_file(folder / OWNER)
 
 
@@ -267,16 +281,6 @@ def clear_dataset(folder: Path) -> None:
     ours = sorted((name for name in list_folder(folder) if _is_ours(name)), key=lambda n: (n != SUCCESS, n != MANIFEST))
     for name in ours:
         remove_file(folder / name)
-
-
-def _owner(folder: Path) -> str:
-    """The job whose output this is at the moment, "" for none."""
-    try:
-        return (folder / OWNER).read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except OSError as error:
-        raise OutputError(f"{folder / OWNER} can't be read: {error.strerror}") from error
 
 
 def _is_ours(name: str) -> bool:

@@ -16,7 +16,7 @@ import redis
 
 from minisgl_batch.errors import InvalidParameterError, JobNotFoundError, JobStateError, SchemaVersionError
 from minisgl_jobs.keys import QUEUES, QueueKeys, is_job_id, queue_name
-from minisgl_jobs.model import JobSpec, JobState, Priority
+from minisgl_jobs.model import JobSpec, JobState
 from minisgl_jobs.scripts import Scripts, redis_errors
 from minisgl_jobs.spool import decode_spool
 from minisgl_jobs.status import JobStatus, WorkerInfo, parse_status, spec_encoder
@@ -208,7 +208,6 @@ def _check_spec(spec: JobSpec) -> None:
         raise InvalidParameterError("job_id", f"must be up to 128 letters, digits, '_' and '-', got {spec.job_id!r}")
     if spec.num_rows < 1 or spec.chunk_rows < 1:
         raise InvalidParameterError("num_rows", "a job needs at least one row")
-    Priority(spec.priority)
 
 
 def _digest(spec: JobSpec) -> str:

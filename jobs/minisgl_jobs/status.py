@@ -111,9 +111,9 @@ class JobStatus:
     @property
     def waiting(self) -> str:
         """What the job waits for, such as "no worker for MODEL"; "" when it gets on."""
-        if self.state not in (JobState.QUEUED, JobState.RUNNING):
+        if self.state is JobState.SUBMITTING or self.state.is_final:
             return ""
-        if self.paused:
+        if self.paused and self.state in (JobState.QUEUED, JobState.RUNNING):
             return "the queue is paused"
         return "" if self.num_workers else f"no worker for {self.spec.model}"
 

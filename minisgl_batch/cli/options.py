@@ -13,7 +13,9 @@ from minisgl_batch.sampling_params import SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_COUNT = click.IntRange(min=1)
+_COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
+_NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
+_REAL: dict[str, Any] = {"type": float, "metavar": "X"}
 _SAMPLING_FIELDS = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "ignore_eos")
 _READ_FIELDS = ("system", "template", "chat", "limit", "on_error")
 _SUBMISSION_FIELDS = ("model", "output", "seed", "chunk_rows", "token_ids", "overwrite", "job_id")
@@ -52,12 +54,14 @@ def _engine_option(name: str, help_text: str, **settings: Any) -> Callable[[Func
 
 
 engine_options = _all(
-    _engine_option("--page-size", "Tokens per KV cache page.", type=_COUNT),
-    _engine_option("--num-pages", "KV cache pages; by default, as memory allows.", type=_COUNT),
-    _engine_option("--max-running", "Most requests in one decode step.", type=_COUNT),
-    _engine_option("--max-prefill-tokens", "Token budget of one prefill step.", type=_COUNT),
-    _engine_option("--max-seq-len", "Longest prompt + output; by default the model's context.", type=_COUNT),
-    _engine_option("--memory-ratio", "Share of free memory for weights and KV cache.", type=click.FloatRange(0, 1)),
+    _engine_option("--page-size", "Tokens per KV cache page.", **_COUNT),
+    _engine_option("--num-pages", "KV cache pages; by default, as memory allows.", **_COUNT),
+    _engine_option("--max-running", "Most requests in one decode step.", **_COUNT),
+    _engine_option("--max-prefill-tokens", "Token budget of one prefill step.", **_COUNT),
+    _engine_option("--max-seq-len", "Longest prompt + output; by default the model's context.", **_COUNT),
+    _engine_option(
+        "--memory-ratio", "Share of free memory for weights and KV cache.", type=click.FloatRange(0, 1), metavar="X"
+    ),
     _engine_option("--dtype", "Compute type.", type=click.Choice(get_args(Dtype)), default="auto"),
     _engine_option("--attention-backend", "A backend, or PREFILL,DECODE.", default="auto", metavar="NAME"),
     _engine_option("--cache", "Reuse prefixes, or not.", type=click.Choice(get_args(CacheKind)), default="radix"),
@@ -68,13 +72,13 @@ engine_options = _all(
 )
 
 sampling_options = _all(
-    click.option("--max-tokens", type=int, help="Most tokens to generate a row; by default, up to the context."),
-    click.option("--temperature", type=float, help="0 is greedy.  [default: the model's]"),
-    click.option("--top-p", type=float, help="Keep the smallest set of tokens of this probability."),
-    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-    click.option("--min-p", type=float, help="Drop tokens below this share of the best one's probability."),
-    click.option("--seed", type=int, help="Make the job repeatable.  [default: random, recorded]"),
-    click.option("--n", type=int, help="Samples per row."),
+    click.option("--max-tokens", help="Most tokens to generate a row; by default, up to the context.", **_NUMBER),
+    click.option("--temperature", help="0 is greedy.  [default: the model's]", **_REAL),
+    click.option("--top-p", help="Keep the smallest set of tokens of this probability.", **_REAL),
+    click.option("--top-k", help="Keep the k most probable tokens.", **_NUMBER),
+    click.option("--min-p", help="Drop tokens below this share of the best one's probability.", **_REAL),
+    click.option("--seed", help="Make the job repeatable.  [default: random, recorded]", **_NUMBER),
+    click.option("--n", help="Samples per row.", **_NUMBER),
     click.option("--stop", multiple=True, metavar="TEXT", help="Cut the text before this; may be repeated."),
     click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
 )
@@ -90,7 +94,7 @@ input_options = _all(
         help="Send prompts as chat messages, or as they are.  [default: as they are; as chat with a system message or "
         "a template]",
     ),
-    click.option("--limit", type=_COUNT, help="Only the first so many rows."),
+    click.option("--limit", help="Only the first so many rows.", **_COUNT),
     click.option(
         "--on-error",
         type=click.Choice(["fail", "record"]),
@@ -99,7 +103,12 @@ input_options = _all(
         help="What rows that can't be used do: refuse the input, or become error rows.",
     ),
     click.option(
-        "--chunk-rows", type=click.IntRange(1, 256), default=256, show_default=True, help="Rows per Parquet part."
+        "--chunk-rows",
+        type=click.IntRange(1, 256),
+        metavar="N",
+        default=256,
+        show_default=True,
+        help="Rows per Parquet part.",
     ),
     click.option("--token-ids", is_flag=True, help="Write the output_token_ids column."),
     click.option("--job-id", metavar="NAME", help="Name the job.  [default: the file's name and the date]"),

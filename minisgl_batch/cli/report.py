@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 from minisgl_batch.cli.console import count, duration, one_line, talk
@@ -21,8 +21,12 @@ def exit_code(state: JobState) -> int:
     return 0 if state is JobState.FINISHED else 1
 
 
-def report(status: JobStatus) -> None:
-    """Tell what became of a job that has ended."""
+def report(job: JobHandle, status: JobStatus, examples: Sequence[Row] = ()) -> None:
+    """Tell what became of a job that has ended, with a few rows where the dataset is in reach.
+
+    Args:
+        examples: rows whose texts are shown.
+    """
     manifest = read_manifest(Path(status.spec.output))
     began = status.started_at or status.queued_at or status.created_at
     seconds = max((status.finished_at or status.now) - began, 1e-3)
@@ -35,32 +39,35 @@ def report(status: JobStatus) -> None:
     talk(f"{status.state.value}: {'; '.join(details)}")
     if status.error:
         talk(f"why: {one_line(status.error)}")
+    if manifest is not None:
+        _show_examples(job, examples)
+        _show_errors(job, status.rows_error)
 
 
-def show_examples(job: JobHandle, examples: Sequence[Row]) -> None:
+def _show_examples(job: JobHandle, examples: Sequence[Row]) -> None:
     """A few rows as `prompt -> text`, for a first look."""
     prompts = {row.row_index: _prompt_text(row) for row in examples}
-    for result in islice(job.rows(), len(prompts)):
+    for result in takewhile(lambda result: result.row_index <= max(prompts, default=-1), job.rows()):
         prompt = prompts.get(result.row_index)
         if prompt is not None and result.sample_index == 0 and result.error is None:
             talk(f'  "{one_line(prompt, _PROMPT_CHARS)}" -> "{one_line(result.text, _TEXT_CHARS)}"')
 
 
-def show_errors(job: JobHandle, status: JobStatus) -> None:
+def _show_errors(job: JobHandle, num_errors: int) -> None:
     """The first error rows."""
-    errors = (result for result in job.rows() if result.error is not None) if status.rows_error else iter(())
+    errors = (result for result in job.rows() if result.error is not None) if num_errors else iter(())
     for result in islice(errors, NUM_ERRORS_SHOWN):
-        talk(f"  failed: {row_label(result)}: {error_text(result)}")
-    if status.rows_error > NUM_ERRORS_SHOWN:
-        talk(f"  ... and {count(status.rows_error - NUM_ERRORS_SHOWN, 'more row')}")
+        talk(f"  failed: {_row_label(result)}: {_error_text(result)}")
+    if num_errors > NUM_ERRORS_SHOWN:
+        talk(f"  ... and {count(num_errors - NUM_ERRORS_SHOWN, 'more row')}")
 
 
-def row_label(result: RowResult) -> str:
+def _row_label(result: RowResult) -> str:
     """What a person calls a result's row."""
     return one_line(result.custom_id) or f"row {result.row_index}"
 
 
-def error_text(result: RowResult) -> str:
+def _error_text(result: RowResult) -> str:
     """Why a row failed, on one line."""
     return one_line(f"{result.error.type}: {result.error.message}") if result.error else ""
 

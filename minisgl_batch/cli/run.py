@@ -21,7 +21,7 @@ from minisgl_batch.cli.options import (
     sampling_options,
 )
 from minisgl_batch.cli.progress import follow
-from minisgl_batch.cli.report import exit_code, report, show_errors, show_examples
+from minisgl_batch.cli.report import exit_code, report
 from minisgl_batch.cli.service import open_redis
 from minisgl_batch.cli.submit import tell_of_input
 from minisgl_batch.cli.worker import describe_engine, require_engine, worker_options
@@ -58,10 +58,7 @@ def run(ctx: click.Context, /, source: str, redis_url: str | None, verbose: bool
         with open_redis(redis_url, private=True) as url, Client(url) as client:
             job, is_interrupted = _run_job(client, submission, worker_options(options, url), verbose=verbose)
             status = job.status()
-            report(status)
-            if not is_interrupted:
-                show_examples(job, submission.examples)
-                show_errors(job, status)
+            report(job, status, submission.examples)
     if is_interrupted:
         talk("to run all rows, start again with --overwrite or another --output")
     click.echo(status.spec.output)

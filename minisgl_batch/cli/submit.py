@@ -18,9 +18,11 @@ from minisgl_batch.cli.options import (
     sampling_options,
 )
 from minisgl_batch.cli.progress import follow
-from minisgl_batch.cli.report import exit_code, report, show_errors, show_examples
+from minisgl_batch.cli.report import exit_code, report
 from minisgl_batch.cli.service import open_client
+from minisgl_batch.client import JobHandle
 from minisgl_jobs.model import Priority
+from minisgl_jobs.status import JobStatus
 from minisgl_jobs.submission import Submission, prepare
 
 
@@ -76,11 +78,17 @@ def submit(
             if not wait:
                 talk(f"watch it: minisgl-batch tail {job.id}")
                 return
-            ended = follow(job)
-            report(ended)
-            show_examples(job, submission.examples)
-            show_errors(job, ended)
+            ended = _wait(job)
+            report(job, ended, submission.examples)
     ctx.exit(exit_code(ended.state))
+
+
+def _wait(job: JobHandle) -> JobStatus:
+    try:
+        return follow(job)
+    except KeyboardInterrupt:
+        talk(f"job {job.id} goes on; watch it: minisgl-batch tail {job.id}")
+        raise
 
 
 def tell_of_input(submission: Submission) -> None:

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import redis
+
+from minisgl_jobs.keys import queue_name
 from minisgl_jobs.leases import ChunkQueue, Commit, Lease
 from minisgl_jobs.model import JobSpec, JobState, Priority
 from minisgl_jobs.outbox import Outbox
@@ -68,3 +71,20 @@ def wait_for(what: str, check: Callable[[], T], timeout_s: float = 10.0) -> T:
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.005)
     return answer
+
+
+def worker(client: redis.Redis, name: str = "w1", lease_s: float = 15.0) -> ChunkQueue:
+    return ChunkQueue(client, MODEL, name, lease_s=lease_s)
+
+
+def expire(client: redis.Redis, queue: ChunkQueue, lease: Lease) -> None:
+    """Let the lease be over, as if its worker had been silent."""
+    member = f"{lease.spec.job_id}|{lease.chunk}"
+    assert client.zadd(queue.keys.part("lease"), {member: 1}, xx=True, ch=True) == 1
+
+
+def end(client: redis.Redis, *leases: Lease) -> None:
+    """Commit these chunks and end the jobs that this completes."""
+    for lease in leases:
+        assert complete(worker(client, "last"), lease) is Commit.COMMITTED
+    end_all(Outbox(client, queue_name(MODEL)))

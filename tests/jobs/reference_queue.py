@@ -126,13 +126,12 @@ class ReferenceQueue:
         if job.spec.job_id not in self.new.get(priority, ()):
             self.served.setdefault(priority, {}).setdefault(job.spec.job_id, 0)
 
-    def cancel(self, job_id: str) -> bool:
+    def cancel(self, job_id: str) -> None:
         job = self.jobs[job_id]
         if job.state in (JobState.QUEUED, JobState.RUNNING):
             job.state, job.is_canceled = JobState.CANCELING, True
             self._leave_ring(job)
             self._finalise_if_over(job)
-        return job.is_canceled and job.state is not JobState.FINALISING
 
     def retry(self, job_id: str) -> bool:
         job = self.jobs[job_id]

@@ -108,11 +108,20 @@ def test_nothing_is_queued_when_a_row_is_faulty(
     assert not (tmp_path / "out").exists()
 
 
-def test_one_job_at_a_time_writes_to_a_folder(submit: Callable[..., JobHandle]) -> None:
+def test_one_job_at_a_time_writes_to_a_folder(
+    client: redis.Redis, submit: Callable[..., JobHandle], tmp_path: Path
+) -> None:
     first = submit(["a"])
     with pytest.raises(OutputError, match=f"the output of job {first.id}, which hasn't ended"):
         submit(["b"])
+    with pytest.raises(JobStateError, match=f"the output of job {first.id}, which is queued: cancel it first"):
+        submit(["b"], overwrite=True)
     first.cancel()
+    with EchoWorker(client):
+        first.wait(DEADLINE_S)
+        # What a job that Redis has lost leaves behind is nobody's.
+        (tmp_path / "out" / OWNER).write_text("lost")
+        assert submit(["b"], overwrite=True).wait(DEADLINE_S).state is JobState.FINISHED
 
 
 def test_a_submission_that_fails_leaves_nothing(
@@ -229,12 +238,12 @@ def test_a_reader_that_has_left_leaves_nothing_in_a_canceled_job(
 
 
 def test_results_of_a_job_that_had_none(client: redis.Redis, submit: Callable[..., JobHandle]) -> None:
-    job = submit(["a"])
+    job = submit(["a"], token_ids=True)
     job.cancel()
     with EchoWorker(client):
         job.wait(DEADLINE_S)
     assert job.results().num_rows == 0
-    assert job.results().schema == result_schema()
+    assert job.results().schema == result_schema(token_ids=True)
 
 
 def test_every_token_once_for_early_and_late_readers(client: redis.Redis, submit: Callable[..., JobHandle]) -> None:

@@ -126,6 +126,7 @@ class Delivery:
                 self._spool_work(work)
                 self._queue.handback([work.lease])
                 self._drop(work)
+                self._due["finalise"] = 0.0  # this may have been what the job waited for
 
     def _spool(self) -> None:
         if not self._is_due("spool"):

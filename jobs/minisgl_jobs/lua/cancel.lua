@@ -3,7 +3,8 @@
 -- KEYS[1]  the queue's prefix
 -- ARGV[1]  job
 --
--- Returns the state that the job was in before, or false when there is no such job. A finalising job is too far to stop.
+-- Returns the state that the job was in before, 'canceling' also when it is finalised as a canceled one by now, or false
+-- when there is no such job. A job that is finalised with all of its rows is too far to stop.
 
 local job = ARGV[1]
 
@@ -15,5 +16,8 @@ if state == 'submitting' or state == 'queued' or state == 'running' then
   redis.call('HSET', job_key(job), 'canceled', 1, 'state', 'canceling')
   announce(job, 'canceling')
   finalise_when_over(job)
+end
+if state == 'finalising' and redis.call('HEXISTS', job_key(job), 'canceled') == 1 then
+  return 'canceling'
 end
 return state

@@ -43,9 +43,7 @@ local is_final = {finished = true, partial = true, failed = true, canceled = tru
 local function persist(job)
   redis.call('PERSIST', job_key(job))
   for _, part in ipairs(job_parts) do
-    if part ~= 'tokens' and part ~= 'watch' then -- these end by themselves while the job lives
-      redis.call('PERSIST', job_key(job, part))
-    end
+    redis.call('PERSIST', job_key(job, part))
   end
   redis.call('PERSIST', key.jobs)
 end

@@ -55,6 +55,20 @@ def test_one_row_as_it_grows(client: redis.Redis, submit: Callable[..., str]) ->
     assert "the row starts anew: its worker was lost" in result.stderr
 
 
+def test_a_terminal_shows_texts_that_grow(client: redis.Redis, submit: Callable[..., str]) -> None:
+    with EchoWorker(client, hold=True) as worker:
+        job_id = submit(["a\x1b[31m", "b"])
+        with Command("tail", job_id, terminal=True, TERM="xterm", NO_COLOR="1") as result:
+            result.wait_for(f"1 {GROWING}")
+            worker.go_on.set()
+            result.finish()
+    # A bell's and a colour's escapes come from rich alone, never from a text.
+    assert "echo a\\x1b[31m" in result.stdout
+    assert "\x1b[31m" not in result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[-1].endswith(f"job {job_id} is finished: 2 rows ok, 0 failed")
+
+
 def test_samples_of_one_row_come_one_after_the_other(
     run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]
 ) -> None:

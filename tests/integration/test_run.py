@@ -1,0 +1,112 @@
+"""`minisgl-batch run`: all in one command, and nothing of it is left however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from tests.integration.conftest import Start
+from tests.jobs.helpers import wait_for
+from tests.minisgl_batch.cli.conftest import write_rows
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "prompts.jsonl"
+
+
+def left_behind(home: Path) -> list[str]:
+    """Processes and temporary files of commands that have ended."""
+    found = os.listdir(home / "tmp")
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        environ, cmdline = process.info["environ"] or {}, process.info["cmdline"] or []
+        if environ.get("TMPDIR") == str(home / "tmp") or any(str(home) in part for part in cmdline):
+            found.append(" ".join(cmdline) or f"process {process.pid}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(home: Path) -> object:
+    yield
+    wait_for("the end of all that a run has started", lambda: not left_behind(home), 20)
+
+
+def test_a_file_becomes_a_dataset(start: Start, tmp_path: Path) -> None:
+    with start("run", EXAMPLES, "--model", "demo", "--output", "answers") as run:
+        run.finish()
+    folder = tmp_path / "answers"
+    assert run.stdout == f"{folder}\n"
+    assert "finished: 224 rows ok, 0 failed in " in run.stderr
+    assert "% of prompt tokens from the cache" in run.stderr
+    assert '"65 + 983 =" -> "1048"' in run.stderr
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("part-"))
+    assert names == ["_SUCCESS", "_manifest.json", "_worker.log"]
+    assert pq.read_table(folder).num_rows == 224
+    check = [sys.executable, ROOT / "examples" / "check_answers.py", folder]
+    assert subprocess.run(check, capture_output=True, text=True, check=True).stdout.splitlines()[-1].startswith("all")
+
+
+def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["65 + 983 =", ""])
+    with start("run", source, "--model", "demo") as refused:
+        refused.finish(code=2)
+    assert "1 of 2 rows can't be used" in refused.stderr
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+    options = ("--on-error", "record", "--chat", "--job-id", "mine", "--verbose", "--served-model-name", "x")
+    with start("run", source, "--model", "demo", *options) as run:
+        run.finish(code=1)
+    assert run.stdout == f"{tmp_path / 'outputs' / 'mine'}\n"
+    assert "partial: 1 row ok, 1 failed" in run.stderr
+    assert "failed: row 1: invalid_request: line 2: prompt is empty" in run.stderr
+    assert "KV cache of" in run.stderr  # the worker's log
+    manifest = json.loads((tmp_path / "outputs" / "mine" / "_manifest.json").read_text())
+    assert (manifest["model"], manifest["state"]) == ("x", "partial")
+
+
+def test_an_interrupt_keeps_what_is_finished(start: Start, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "max_tokens": 1}, *({"prompt": f"{i} +", "max_tokens": 1900} for i in range(60))]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    with start("run", source, "--model", "demo", "--output", "out", "--ignore-eos") as run:
+        run.wait_for("running: ")
+        run.signal(signal.SIGINT)
+        run.finish(code=130)
+    assert "canceling, finished rows are kept" in run.stderr
+    assert "start again with --overwrite" in run.stderr
+    manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
+    assert manifest["state"] == "canceled"
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    assert manifest["num_ok"] == sum(pq.read_metadata(part).num_rows for part in (tmp_path / "out").glob("part-*"))
+
+
+def test_two_interrupts_stop_at_once(start: Start) -> None:
+    with start("run", EXAMPLES, "--model", "demo", "--max-tokens", 1500, "--ignore-eos") as run:
+        run.wait_for("running: ")
+        run.signal(signal.SIGTERM)
+        run.wait_for("canceling, finished rows are kept")
+        run.signal(signal.SIGINT)
+        run.finish(code=130, timeout_s=10)
+
+
+def test_nothing_survives_a_kill(start: Start, home: Path) -> None:
+    with start("run", EXAMPLES, "--model", "demo", "--max-tokens", 1500, "--ignore-eos") as run:
+        run.wait_for("running: ")
+        assert len(left_behind(home)) > 5
+        run.signal(signal.SIGKILL)
+        run.finish(code=-signal.SIGKILL)
+
+
+def test_a_worker_that_can_not_start(start: Start, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    with start("run", source, "--model", "./nothing") as missing:
+        missing.finish(code=1)
+    assert missing.stderr.endswith("Error: no model folder at nothing\n")
+    with start("run", source, "--model", "demo", "--max-seq-len", 10**6, "--output", "out") as refused:
+        refused.finish(code=2)
+    assert "max_seq_len: 1000000 is more than the model's context" in refused.stderr
+    assert os.listdir(tmp_path / "out") == ["_worker.log"]
