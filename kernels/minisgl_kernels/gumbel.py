@@ -77,3 +77,54 @@ def log2_floor(bits: tl.tensor) -> Any:
     """
     u = (bits | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     return u.to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@jit
+def best_score(
+    bounds: tl.tensor,
+    logits: tl.tensor,
+    starts: tl.tensor,
+    size: tl.tensor,
+    first_id: tl.tensor,
+    multiplier: tl.tensor,
+    increment: tl.tensor,
+    temperature: tl.tensor,
+    least: tl.tensor,
+    pivot: tl.tensor,
+    pivot_column: tl.tensor,
+) -> Any:
+    """The best score and its column, looking at lanes in the order of their bounds until none can hold a better one.
+
+    Args:
+        bounds: (num_lanes,) upper bound of temperature * (score - 127 ln 2) of lane l's columns `starts + l`.
+        logits: pointer to the row.
+        starts: first columns.
+        size: columns of the row.
+        first_id: token id of column 0.
+        multiplier, increment: from `row_key`.
+        temperature: of the row, above 0.
+        least, pivot, pivot_column: only logits that are at least `least` and rank before the pivot take part: higher
+            ones, or equal ones of lower columns. -inf and `size` let all take part.
+
+    Returns:
+        (score, column); (-inf, the first column) where nothing takes part.
+    """
+    lanes = tl.arange(0, bounds.shape[0])
+    bound, lane = tl.max(bounds, axis=0, return_indices=True, return_indices_tie_break_left=False)
+    best, winner = float("-inf"), tl.min(starts, axis=0)
+    # Rounding may leave a bound below its score: by this much at most.
+    slack = 127 * 0.6931471805599453 + 1e-4 + 1e-6 * tl.abs(bound / temperature)
+    while (bound > float("-inf")) & (bound / temperature + slack >= best):
+        column = starts + lane
+        value = tl.load(logits + column, mask=column < size, other=float("-inf")).to(tl.float32)
+        state = (column + first_id).to(tl.uint32) * multiplier + increment
+        score = tl.div_rn(value, temperature) + noise(noise_bits(state))
+        takes_part = (value >= least) & ((value > pivot) | ((value == pivot) & (column < pivot_column)))
+        score = tl.where(takes_part & (value > float("-inf")), score, float("-inf"))
+        top = tl.max(score, axis=0)
+        first = tl.min(tl.where(score == top, column, 0x7FFFFFFF), axis=0)
+        winner = tl.where((top > best) | ((top == best) & (first < winner)), first, winner)
+        best = tl.maximum(best, top)
+        bounds = tl.where(lanes == lane, float("-inf"), bounds)
+        bound, lane = tl.max(bounds, axis=0, return_indices=True, return_indices_tie_break_left=False)
+    return best, winner

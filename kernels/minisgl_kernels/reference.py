@@ -92,9 +92,6 @@ def norm_rope_store(
     return rotated[:, :num_heads]
 
 
-if TYPE_CHECKING:
-    from minisgl_kernels.gumbel import SamplingRows
-
 # ----------------------------------------------------------------- KV pool
 
 

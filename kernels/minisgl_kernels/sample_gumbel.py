@@ -13,10 +13,10 @@ import torch
 
 from minisgl_kernels import reference
 from minisgl_kernels import triton_support as support
-from minisgl_kernels.gumbel import SamplingRows, log2_floor, noise, noise_bits, row_key
+from minisgl_kernels.gumbel import SamplingRows, best_score, log2_floor, noise_bits, row_key
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
-_LANES = 2048  # 8 tokens per thread
+_LANES = 1024  # 8 tokens per thread
 _MAX_BLOCKS = 8  # of `_LANES` tokens in one program; more wouldn't fit into registers
 _NUM_PROGRAMS = 2048  # some waves on the largest GPUs
 
@@ -120,30 +120,29 @@ def _split_kernel(
     states = start_states[:, None] + (lanes.to(tl.uint32) * multiplier)[None, :]
     floor = log2_floor(noise_bits(states))
     bounds = tl.max(values - floor * (temperature * (ln2 * 2.0**-23)), axis=0)
-    bound, lane = tl.max(bounds, axis=0, return_indices=True)
+    bound = tl.max(bounds, axis=0)
 
-    best, winner = float("-inf"), begin
+    nothing = float("-inf")
     if (temperature == 0.0) | (bound == float("inf")):
         # Here the bound is the score, and equal ones are common. To keep the logits would cost too many registers.
         best = bound
-        values = tl.load(row_logits + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
+        values = tl.load(row_logits + columns, mask=columns < size, other=nothing).to(tl.float32)
         first = tl.min(tl.where(values == bound, columns, 0x7FFFFFFF))
-        winner = tl.where((bound == float("-inf")) | (first >= size), begin, first)
+        winner = tl.where((bound == nothing) | (first >= size), begin, first)
     else:
-        # Rounding may leave a bound below its score: by this much at most.
-        slack = 1e-4 + 1e-6 * tl.abs(bound / temperature)
-        while (bound > float("-inf")) & (bound / temperature + (127 * ln2 + slack) >= best):
-            column = starts + lane
-            value = tl.load(row_logits + column, mask=column < size, other=float("-inf")).to(tl.float32)
-            state = (column + vocab_start).to(tl.uint32) * multiplier + increment
-            score = tl.div_rn(value, temperature) + noise(noise_bits(state))
-            score = tl.where(value > float("-inf"), score, float("-inf"))
-            top = tl.max(score, axis=0)
-            first = tl.min(tl.where(score == top, column, 0x7FFFFFFF), axis=0)
-            winner = tl.where((top > best) | ((top == best) & (first < winner)), first, winner)
-            best = tl.maximum(best, top)
-            bounds = tl.where(lanes == lane, float("-inf"), bounds)
-            bound, lane = tl.max(bounds, axis=0, return_indices=True)
+        best, winner = best_score(
+            bounds,
+            row_logits,
+            starts,
+            size,
+            vocab_start,
+            multiplier,
+            increment,
+            temperature,
+            least=nothing,
+            pivot=nothing,
+            pivot_column=size,
+        )
     place = split * tl.num_programs(1) + row
     tl.store(scores + place, best)
     tl.store(ids + place, winner + vocab_start)
