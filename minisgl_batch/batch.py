@@ -38,11 +38,15 @@ class TableEdits:
         new_rows: (slot, sampling, num_prompt) of each row that got its slot.
     """
 
-    page_index: npt.NDArray[np.int64]
+    page_index: IntArray
     pages: IntArray
-    token_index: npt.NDArray[np.int64]
+    token_index: IntArray
     tokens: IntArray
     new_rows: list[tuple[int, EngineSampling, int]]
+
+
+_NOTHING: IntArray = np.empty(0, dtype=np.int32)
+NO_EDITS = TableEdits(_NOTHING, _NOTHING, _NOTHING, _NOTHING, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,32 @@ class SharedPrefixes:
     num_pages: IntArray
     pages: IntArray
     version: int
+
+
+@dataclass(frozen=True)
+class SharingCosts:
+    """What attention in two levels costs and saves, per layer and in microseconds; measured for a backend's kernels.
+
+    Attributes:
+        per_saved_token: saved for each KV token that isn't read once more.
+        base: of the extra kernels.
+        per_row: of the extra kernels, for each decode row.
+        per_prefix_token: of the longest shared prefix, whose tokens one kernel reads one after the other.
+        min_rows: fewer decode rows never share.
+        max_groups: what the backend has room for.
+    """
+
+    per_saved_token: float
+    base: float
+    per_row: float
+    per_prefix_token: float
+    min_rows: int = 32
+    max_groups: int = 8
+
+    def is_worth(self, num_rows: int, saved_tokens: int, longest_prefix: int) -> bool:
+        """Whether a step is faster in two levels; `saved_tokens` is what all groups save together."""
+        cost = self.base + self.per_row * num_rows + self.per_prefix_token * longest_prefix
+        return saved_tokens > 0 and self.per_saved_token * saved_tokens > cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +144,11 @@ class ForwardBatch:
         positions: (num_tokens,) int32; position of each token in its sequence.
         out_loc: (num_tokens,) int32; where each token's KV goes: page * page_size + offset.
         slots: (num_rows,) int32.
+        kv_lens: (num_rows,) int32.
+        q_starts: (num_rows + 1,) int32; row i has the step's tokens [q_starts[i], q_starts[i + 1]).
         page_table: (max_running + 1, max_pages_per_row) int32; the whole table, lines are picked by `slots`.
-        sample_tokens: (num_samples,) int64; which of the step's tokens give logits.
+        token_pool: (max_running + 1, max_seq_len + 1) int32.
+        sample_tokens: (num_samples,) int32; which of the step's tokens give logits.
         attention: what the attention backend's `prepare_metadata` made for its own use.
     """
 
@@ -124,6 +157,9 @@ class ForwardBatch:
     positions: torch.Tensor
     out_loc: torch.Tensor
     slots: torch.Tensor
+    kv_lens: torch.Tensor
+    q_starts: torch.Tensor
     page_table: torch.Tensor
+    token_pool: torch.Tensor
     sample_tokens: torch.Tensor
     attention: Any = None

@@ -32,6 +32,9 @@ class EngineConfig:
         attention_backend: a registered name, "prefill,decode" for two of them, or "auto".
         cache: "radix" reuses prefixes; "naive" never does.
         overlap: prepare step N+1 while N runs; without it, on for GPUs and off for CPUs.
+        cuda_graph_max_bs: decode steps of up to so many rows are CUDA graphs; 0 captures none.
+        mixed: let decode rows and pieces of prompts share steps; without it, off for GPUs and on for CPUs.
+        share_prefixes: attend to a prefix that many rows have once for all of them, where that is faster.
         dummy_weights: random weights instead of the checkpoint's, for benchmarks.
         device: "cuda", "cpu" or "auto".
     """
@@ -47,6 +50,9 @@ class EngineConfig:
     attention_backend: str = "auto"
     cache: CacheKind = "radix"
     overlap: bool | None = None
+    cuda_graph_max_bs: int | None = None
+    mixed: bool | None = None
+    share_prefixes: bool = True
     dummy_weights: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -55,5 +61,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameterError(name, f"must be at least 1, got {value}")
+        if self.cuda_graph_max_bs is not None and self.cuda_graph_max_bs < 0:
+            raise InvalidParameterError("cuda_graph_max_bs", f"must be at least 0, got {self.cuda_graph_max_bs}")
         if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:
             raise InvalidParameterError("memory_ratio", f"must be in (0, 1], got {self.memory_ratio:g}")

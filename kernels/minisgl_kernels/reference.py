@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from minisgl_kernels.decode_inputs import PageLists
+    from minisgl_kernels.gumbel import SamplingRows
 
 # ------------------------------------------------------------------ layers
 
@@ -263,16 +264,20 @@ def gumbel_noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         ids: (vocab,) int32 shared by all rows, or (num_rows, n) int32.
 
     Returns:
-        float32, (num_rows, vocab) or (num_rows, n). Uniform numbers have 24 bits and are never 0 or 1.
+        float32, (num_rows, vocab) or (num_rows, n); finite, from -2.8 to 16.7.
 
-    The hash is two rounds of MurmurHash3's 32-bit finaliser (Appleby 2008).
+    A key is an odd multiplier and an increment; what they make of an id is mixed by the first two steps of lowbias32
+    (C. Wellons' hash prospector). Its upper 23 bits give a uniform number u in (0, 1) such that float32 holds both u
+    and 1 - u exactly; with 24 bits the largest would round to 1 and its noise to infinity.
     """
-    low = keys.to(torch.int32).unsqueeze(1)
-    high = (keys >> 32).to(torch.int32).unsqueeze(1)
-    x = _mix32(ids * _GOLDEN_32 + low)
-    x = _mix32(x ^ high)
-    uniform = (((x >> 8) & 0xFFFFFF).float() + 0.5) * 2.0**-24
-    return uniform.log_().neg_().log_().neg_()
+    increment = keys.to(torch.int32).unsqueeze(1)
+    multiplier = (keys >> 32).to(torch.int32).unsqueeze(1) | 1
+    x = ids * multiplier + increment
+    # The shifts are logical, so the sign bits that `>>` drags in are masked away.
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -749064809  # 0xD35A2D97
+    u = (((x >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23
+    return u.neg_().add_(1.0).log_().neg_().log_().neg_()
 
 
 def filter_logits(
@@ -302,18 +307,44 @@ def filter_logits(
     return values.masked_fill(excluded, -torch.inf), ids
 
 
+def sample_gumbel(logits: torch.Tensor, rows: SamplingRows, vocab_start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of `minisgl_kernels.sample_gumbel`."""
+    best, columns = logits.max(dim=-1)
+    best = best.float()
+    drawn, temperature, keys = _drawn_rows(rows)
+    if len(drawn):
+        ids = torch.arange(vocab_start, vocab_start + logits.shape[1], dtype=torch.int32, device=logits.device)
+        scores = logits[drawn].float().div_(temperature).add_(gumbel_noise(keys, ids))
+        best[drawn], columns[drawn] = scores.max(dim=-1)
+    return best, columns.int() + vocab_start
+
+
+def sample_filtered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """The twin of `minisgl_kernels.sample_filtered`."""
+    tokens = logits.argmax(dim=-1)
+    drawn, temperature, keys = _drawn_rows(rows)
+    if len(drawn):
+        slots = rows.slots[drawn].long()
+        scaled = logits[drawn].float().div_(temperature)
+        values, ids = filter_logits(scaled, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
+        best = values.add_(gumbel_noise(keys, ids.int())).argmax(dim=-1, keepdim=True)
+        tokens[drawn] = ids.gather(1, best).squeeze(1)
+    return tokens.int()
+
+
+def _drawn_rows(rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows that aren't greedy: (num_drawn,) int64; their temperatures, (num_drawn, 1), and noise keys."""
+    drawn = rows.temperature[rows.slots.long()].nonzero().squeeze(1)
+    slots = rows.slots[drawn].long()
+    positions = rows.kv_lens[drawn].long() - rows.num_prompt[slots]
+    keys = noise_keys(rows.seeds[slots], rows.sample_indices[slots], positions)
+    return drawn, rows.temperature[slots].unsqueeze(1), keys
+
+
 _GOLDEN_64 = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
-_GOLDEN_32 = -1640531535  # 0x9E3779B1 as int32
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def _mix32(x: torch.Tensor) -> torch.Tensor:
-    # The shifts are logical, so the sign bits that `>>` drags in are masked away.
-    x = (x ^ ((x >> 16) & 0xFFFF)) * -2048144789  # 0x85EBCA6B
-    x = (x ^ ((x >> 13) & 0x7FFFF)) * -1028477387  # 0xC2B2AE35
-    return x ^ ((x >> 16) & 0xFFFF)

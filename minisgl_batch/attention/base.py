@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from minisgl_batch.batch import ForwardBatch
+from minisgl_batch.batch import ForwardBatch, ScheduledBatch, SharingCosts
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
 
 
@@ -25,6 +26,16 @@ class AttnSpec:
 
     scale: float
     window: int | None = None
+
+
+@dataclass(frozen=True)
+class AttnHeads:
+    """The heads of a model on one rank, and their factor on q·k."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
 
 
 class AttentionBackend(ABC):
@@ -47,6 +58,27 @@ class AttentionBackend(ABC):
         Returns:
             (num_tokens, num_heads, head_dim), contiguous, in q's dtype.
         """
+
+
+class GraphBackend(AttentionBackend):
+    """A backend whose decode steps can be captured in CUDA graphs.
+
+    A graph is captured for a number of rows and replayed with other rows: whatever changes between replays is written
+    to where the captured kernels read it.
+    """
+
+    @property
+    @abstractmethod
+    def sharing_costs(self) -> SharingCosts | None:
+        """When to read a common prefix once for all rows of a group (ScheduledBatch.shared); None: it can't."""
+
+    @abstractmethod
+    def prepare_capture(self, num_rows: int, *, shared: bool) -> Any:
+        """Metadata to capture a decode step of `num_rows` rows with, as `ForwardBatch.attention`."""
+
+    @abstractmethod
+    def prepare_replay(self, batch: ScheduledBatch, num_rows: int) -> None:
+        """Before a replay: let the graph of `num_rows` rows do this step, whose decode rows are padded to that."""
 
 
 @dataclass(frozen=True, slots=True)

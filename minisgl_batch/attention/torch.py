@@ -50,8 +50,7 @@ class TorchAttention(AttentionBackend):
             q_end += int(host.q_lens[i])
             pages = batch.page_table[int(host.slots[i]), : -(-kv_len // self._pool.page_size)]
             rows.append(ExtendRow(q_start, q_end, kv_len, pages))
-        kv_lens = torch.from_numpy(host.kv_lens[: host.num_decode]).to(batch.slots.device)
-        batch.attention = TorchMetadata(kv_lens, rows)
+        batch.attention = TorchMetadata(batch.kv_lens[: host.num_decode], rows)
 
     def forward(self, q: torch.Tensor, layer: int, spec: AttnSpec, batch: ForwardBatch) -> torch.Tensor:
         k_pool, v_pool = self._pool.k(layer), self._pool.v(layer)

@@ -153,7 +153,7 @@ def train(model: Any, batches: Batches, device: str, peak_lr: float, num_loaders
         on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss = loss_of(model, on_device)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

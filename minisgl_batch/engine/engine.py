@@ -1,25 +1,30 @@
 """One rank's engine: the model, its KV pool and tables on one device, and the steps it runs.
 
-It runs what a scheduler decided, in the order it was launched. It knows no requests, no queue and no text.
+It runs what a scheduler decided, in the order it was launched. On a GPU a launch returns before the step is done:
+everything goes to one stream, decode steps as CUDA graphs, and the host waits for tokens only. It knows no requests,
+no queue and no text.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from minisgl_batch.attention.base import ForwardContext
-from minisgl_batch.attention.registry import make_backend
-from minisgl_batch.batch import IntArray, ScheduledBatch
+from minisgl_batch.attention.base import AttnHeads, ForwardContext, GraphBackend
+from minisgl_batch.attention.decode_buffers import DecodeBuffers
+from minisgl_batch.attention.registry import BackendSetup, make_backend
+from minisgl_batch.batch import ScheduledBatch, SharingCosts
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.engine import memory
+from minisgl_batch.engine.graph import GraphParts, GraphRunner
 from minisgl_batch.engine.options import resolve
 from minisgl_batch.engine.sampler import sample
 from minisgl_batch.engine.tables import DeviceTables
+from minisgl_batch.engine.transfer import CudaTransfer, HostTokens, HostTransfer, Transfer
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.hub import model_path
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
@@ -29,16 +34,7 @@ from minisgl_batch.models.weights import init_dummy_weights, load_weights
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class EngineStep:
-    """A launched step's tokens, on the device until somebody asks."""
-
-    device_tokens: torch.Tensor  # (num_samples,) int32
-
-    def tokens(self) -> IntArray:
-        array: IntArray = self.device_tokens.cpu().numpy()
-        return array
+MAX_SHARED_GROUPS = 8
 
 
 class Engine:
@@ -54,71 +50,67 @@ class Engine:
         InvalidParameterError: an option doesn't fit the model or the machine.
     """
 
+    @torch.inference_mode()
     def __init__(self, config: EngineConfig, tp: TPGroup = SINGLE) -> None:
         started = time.perf_counter()
         path = model_path(config.model)
-        self.model_config = load_model_config(path)
-        self.options = options = resolve(config, self.model_config)
-        device = options.device
-        budget = memory.available_bytes(device, config.memory_ratio)
-
-        self._model = make_model(self.model_config, tp, options.dtype, device)
-        if config.dummy_weights:
-            init_dummy_weights(self._model, seed=0)
-        else:
-            load_weights(self._model, path)
-        weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
-
-        num_kv_heads = max(1, self.model_config.num_kv_heads // tp.size)
-        page_bytes = MHAKVCache.page_bytes(
-            self.model_config.num_layers, options.page_size, num_kv_heads, self.model_config.head_dim, options.dtype
+        self._model_config = model_config = load_model_config(path)
+        self.options = options = resolve(config, model_config)
+        self._device = device = options.device
+        self._heads = AttnHeads(
+            num_heads=model_config.num_heads // tp.size,
+            num_kv_heads=model_config.num_kv_heads_per_rank(tp.size),
+            head_dim=model_config.head_dim,
+            scale=model_config.head_dim**-0.5,
         )
-        self.num_pages = config.num_pages or memory.num_pages(
-            budget - weight_bytes, page_bytes, options.page_size, options.max_running * options.max_seq_len
-        )
-        self.max_seq_len = min(options.max_seq_len, self.num_pages * options.page_size)
-        if config.max_seq_len is not None and self.max_seq_len < config.max_seq_len:
-            raise InvalidParameterError(
-                "max_seq_len",
-                f"{config.max_seq_len} tokens don't fit into the KV cache, which holds {self.max_seq_len}",
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with self._on_stream():
+            budget = memory.available_bytes(device, config.memory_ratio)
+            self._model = make_model(model_config, tp, options.dtype, device)
+            if config.dummy_weights:
+                init_dummy_weights(self._model, seed=0)
+            else:
+                load_weights(self._model, path)
+            self.num_pages = config.num_pages or self._affordable_pages(budget)
+            self.max_seq_len = min(options.max_seq_len, self.num_pages * options.page_size)
+            if config.max_seq_len is not None and self.max_seq_len < config.max_seq_len:
+                raise InvalidParameterError(
+                    "max_seq_len",
+                    f"{config.max_seq_len} tokens don't fit into the KV cache, which holds {self.max_seq_len}",
+                )
+            self._pool = self._make_pool(self.num_pages)
+            self._transfer = self._make_transfer()
+            self._tables = DeviceTables(
+                options.max_running, self.max_seq_len, options.page_size, self._pool.dummy_page, device, self._transfer
             )
-
-        self._pool = MHAKVCache(
-            num_layers=self.model_config.num_layers,
-            num_pages=self.num_pages,
-            page_size=options.page_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=self.model_config.head_dim,
-            dtype=options.dtype,
-            device=device,
-        )
-        self._attention = make_backend(options.attention_backend, self._pool)
-        self._tables = DeviceTables(
-            options.max_running, self.max_seq_len, options.page_size, self._pool.dummy_page, device
-        )
+            self._buffers: DecodeBuffers | None = None
+            self._attention = make_backend(
+                options.attention_backend, BackendSetup(self._pool, self._heads, self._make_buffers)
+            )
+            self._graphs = self._capture_graphs()
         logger.info(
-            "%s ready in %.1f s: %.0f MB of weights, KV cache of %d tokens in %d pages",
+            "%s ready in %.1f s: KV cache of %d tokens in %d pages",
             config.model,
             time.perf_counter() - started,
-            weight_bytes / 1e6,
             self.num_pages * options.page_size,
             self.num_pages,
         )
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduledBatch) -> EngineStep:
-        """Run one step: compute its tokens, sample, and put the new tokens where the next step reads them."""
-        self._tables.apply(batch.edits)
-        self._tables.add_pages(batch)
-        forward = self._tables.forward_batch(batch)
-        self._attention.prepare_metadata(forward)
-        context = ForwardContext(forward, self._attention, self._pool)
-        hidden = self._model(forward.input_ids, forward.positions, context)
-        logits = self._model.logits(hidden[forward.sample_tokens])
-        rows = None if batch.all_greedy else self._tables.sampling_rows(batch)
-        tokens = sample(logits, rows, any_filter=batch.any_filter)
-        self._tables.put_tokens(batch, tokens)
-        return EngineStep(tokens)
+    def launch(self, batch: ScheduledBatch) -> HostTokens:
+        """Start one step: compute its tokens, sample, and put the new tokens where the next step reads them."""
+        with self._on_stream():
+            self._tables.apply(batch.edits)
+            size = self._graphs.size_for(batch) if self._graphs is not None else None
+            tokens = self._run_eagerly(batch) if size is None else self._run_graph(batch, size)
+            return self._transfer.download(tokens)
+
+    @property
+    def sharing_costs(self) -> SharingCosts | None:
+        """When decode rows attend to a common prefix in two levels; None: never."""
+        if not self.options.share_prefixes or self._graphs is None or not isinstance(self._attention, GraphBackend):
+            return None
+        return self._attention.sharing_costs
 
     def describe(self) -> dict[str, str | int]:
         """What runs where, for logs and manifests."""
@@ -129,3 +121,96 @@ class Engine:
             "attention_backend": options.attention_backend,
             "page_size": options.page_size,
         }
+
+    # ------------------------------------------------------------------ steps
+
+    def _run_eagerly(self, batch: ScheduledBatch) -> torch.Tensor:
+        forward = self._tables.forward_batch(batch)
+        self._attention.prepare_metadata(forward)
+        context = ForwardContext(forward, self._attention, self._pool)
+        hidden = self._model(forward.input_ids, forward.positions, context)
+        logits = self._model.logits(hidden[forward.sample_tokens])
+        (rows,) = self._transfer.upload([batch.samples.nonzero()[0].astype("int32")])
+        slots, kv_lens = forward.slots[rows], forward.kv_lens[rows]
+        return self._sample(logits, slots, kv_lens, any_filter=batch.any_filter)
+
+    def _run_graph(self, batch: ScheduledBatch, size: int) -> torch.Tensor:
+        assert self._graphs is not None
+        assert self._buffers is not None
+        logits = self._graphs.forward(batch, size)
+        self._transfer.guard_tokens()
+        if not batch.any_filter:
+            return self._graphs.sample(batch, size)
+        n = batch.num_rows
+        return self._sample(logits, self._buffers.slots[:n], self._buffers.kv_lens[:n], any_filter=True)
+
+    def _sample(
+        self, logits: torch.Tensor, slots: torch.Tensor, kv_lens: torch.Tensor, *, any_filter: bool
+    ) -> torch.Tensor:
+        rows = self._tables.sampling_rows(slots, kv_lens)
+        tokens = sample(logits, rows, any_filter=any_filter, vocab_start=self._model.vocab_range.start)
+        self._tables.put_tokens(slots, kv_lens, tokens)
+        return tokens
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    # --------------------------------------------------------------- building
+
+    def _affordable_pages(self, budget: int) -> int:
+        """Pages of the KV pool that memory allows, once the weights are there."""
+        options = self.options
+        weights = sum(p.numel() * p.element_size() for p in self._model.parameters())
+        reserve = memory.step_bytes(self._model_config, options)
+        page_bytes = MHAKVCache.page_bytes(
+            self._model_config.num_layers,
+            options.page_size,
+            self._heads.num_kv_heads,
+            self._heads.head_dim,
+            options.dtype,
+        )
+        useful_tokens = options.max_running * options.max_seq_len
+        return memory.num_pages(budget - weights - reserve, page_bytes, options.page_size, useful_tokens)
+
+    def _make_pool(self, num_pages: int) -> MHAKVCache:
+        return MHAKVCache(
+            num_layers=self._model_config.num_layers,
+            num_pages=num_pages,
+            page_size=self.options.page_size,
+            num_kv_heads=self._heads.num_kv_heads,
+            head_dim=self._heads.head_dim,
+            dtype=self.options.dtype,
+            device=self._device,
+        )
+
+    def _make_transfer(self) -> Transfer:
+        if self._device.type == "cpu":
+            return HostTransfer()
+        options = self.options
+        max_pages = -(-self.max_seq_len // options.page_size)
+        # The largest uploads: a prefill step, or the tables of rows that all start at once.
+        largest = max(4 * options.max_prefill_tokens, options.max_running * (max_pages + 16)) + 2 * self.max_seq_len
+        return CudaTransfer(self._device, largest + (1 << 16), options.max_running)
+
+    def _make_buffers(self) -> DecodeBuffers:
+        assert isinstance(self._transfer, CudaTransfer)
+        options = self.options
+        self._buffers = DecodeBuffers(
+            max_rows=options.max_running,
+            max_pages=self._tables.page_table.shape[1],
+            max_groups=MAX_SHARED_GROUPS,
+            page_size=options.page_size,
+            dummy_slot=options.max_running,
+            device=self._device,
+            upload_into=self._transfer.upload_into,
+        )
+        return self._buffers
+
+    def _capture_graphs(self) -> GraphRunner | None:
+        max_rows = min(self.options.cuda_graph_max_bs, self.options.max_running)
+        if not isinstance(self._attention, GraphBackend) or self._buffers is None or max_rows < 1:
+            return None
+        parts = GraphParts(self._model, self._pool, self._attention, self._buffers, self._tables)
+        runner = GraphRunner(parts, max_rows, self._model.vocab_shard, self.options.dtype)
+        runner.capture()
+        return runner

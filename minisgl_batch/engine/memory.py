@@ -7,10 +7,13 @@ from pathlib import Path
 import psutil
 import torch
 
+from minisgl_batch.engine.options import EngineOptions
 from minisgl_batch.errors import ModelError
+from minisgl_batch.models.config import ModelConfig
 
 CPU_MEMORY_RATIO = 0.4  # other programs live on a CPU's memory too
 GPU_MEMORY_RATIO = 0.9
+GPU_WORKSPACE_BYTES = 3 << 30  # of attention and matrix libraries, and what CUDA graphs and the allocator keep
 
 
 def available_bytes(device: torch.device, memory_ratio: float | None) -> int:
@@ -19,6 +22,17 @@ def available_bytes(device: torch.device, memory_ratio: float | None) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * (memory_ratio or GPU_MEMORY_RATIO))
     return int(_host_memory_left() * (memory_ratio or CPU_MEMORY_RATIO))
+
+
+def step_bytes(model: ModelConfig, options: EngineOptions) -> int:
+    """What a step needs besides weights and KV: its largest activations, logits, workspaces and graphs."""
+    if options.device.type == "cpu":
+        return 0
+    per_token = 4 * model.hidden_size + 3 * model.intermediate_size + 3 * model.num_heads * model.head_dim
+    logits = options.max_running * model.vocab_size
+    activations = (per_token * options.max_prefill_tokens + 2 * logits) * options.dtype.itemsize
+    # Sampling with filters works on float32 logits.
+    return activations + 4 * logits + GPU_WORKSPACE_BYTES
 
 
 def num_pages(budget_bytes: int, page_bytes: int, page_size: int, useful_tokens: int) -> int:

@@ -26,7 +26,10 @@ class EngineOptions:
     max_running: int
     max_prefill_tokens: int
     max_seq_len: int
+    cuda_graph_max_bs: int
     overlap: bool
+    mixed: bool
+    share_prefixes: bool
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineOptions:
@@ -45,12 +48,15 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineOptions:
     return EngineOptions(
         device=device,
         dtype=_dtype(config.dtype, model.dtype, device),
-        attention_backend=resolve_backend(config.attention_backend),
+        attention_backend=resolve_backend(config.attention_backend, device, has_window=any(model.sliding_window)),
         page_size=config.page_size or 16,
         max_running=config.max_running or (256 if on_gpu else 64),
         max_prefill_tokens=config.max_prefill_tokens or (8192 if on_gpu else 512),
         max_seq_len=max_seq_len,
+        cuda_graph_max_bs=512 if config.cuda_graph_max_bs is None else config.cuda_graph_max_bs,
         overlap=on_gpu if config.overlap is None else config.overlap,
+        mixed=not on_gpu if config.mixed is None else config.mixed,
+        share_prefixes=config.share_prefixes and config.cache == "radix",
     )
 
 

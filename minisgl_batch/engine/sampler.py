@@ -1,39 +1,43 @@
-"""From logits to tokens: greedy rows are an exact argmax, others a Gumbel-max over what their filters leave.
+"""From logits to tokens: one per row, each by its own temperature, filters and seed.
 
-Gumbel-max (argmax of logits plus noise) samples from the softmax without computing it. The noise of a token depends on
-(seed, sample index, output position, token id) alone, so a row's sample doesn't depend on its neighbours or its slot.
+The noise of a token depends on (seed, sample index, output position, token id) alone, so a row's sample doesn't depend
+on its neighbours, its slot or how the vocabulary is split over ranks. Called by the engine at the end of a step.
 """
 
 from __future__ import annotations
 
 import torch
 
-from minisgl_batch.engine.tables import SamplingRows
-from minisgl_kernels.reference import filter_logits, gumbel_noise, noise_keys
+from minisgl_batch.distributed.group import SINGLE, TPGroup
+from minisgl_kernels.gumbel import SamplingRows
+from minisgl_kernels.sample_filtered import sample_filtered
+from minisgl_kernels.sample_gumbel import sample_gumbel
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows | None, *, any_filter: bool) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor, rows: SamplingRows, *, any_filter: bool, vocab_start: int = 0, tp: TPGroup = SINGLE
+) -> torch.Tensor:
     """Pick one token per row.
 
     Args:
-        logits: (num_samples, vocab), any float dtype.
-        rows: the rows' sampling values; None when every row is greedy.
+        logits: (num_rows, shard), any float dtype: this rank's part of the vocabulary; all of it where a row filters,
+            because a filter needs the whole distribution.
+        rows: which slots the rows are, and their sampling values.
         any_filter: whether some row uses top-k, top-p or min-p.
+        vocab_start: id of the first column.
+        tp: the ranks that hold the other parts.
 
     Returns:
-        (num_samples,) int32.
+        (num_rows,) int32, equal on all ranks.
     """
-    greedy = logits.argmax(dim=-1)
-    if rows is None:
-        return greedy.int()
-    is_greedy = rows.temperature == 0.0
-    scaled = logits.float() / torch.where(is_greedy, 1.0, rows.temperature).unsqueeze(1)
-    keys = noise_keys(rows.seeds, rows.sample_indices, rows.positions)
     if any_filter:
-        values, ids = filter_logits(scaled, rows.top_k, rows.top_p, rows.min_p)
-        best = (values + gumbel_noise(keys, ids.int())).argmax(dim=-1, keepdim=True)
-        drawn = ids.gather(1, best).squeeze(1)
-    else:
-        ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-        drawn = (scaled + gumbel_noise(keys, ids)).argmax(dim=-1)
-    return torch.where(is_greedy, greedy, drawn).int()
+        return sample_filtered(logits, rows)
+    scores, ids = sample_gumbel(logits, rows, vocab_start)
+    return ids if tp.size == 1 else _best_of_ranks(scores, ids, tp)
+
+
+def _best_of_ranks(scores: torch.Tensor, ids: torch.Tensor, tp: TPGroup) -> torch.Tensor:
+    """The ids of the best scores, (num_rows,) int32. Ties go to the lower rank, which has the lower ids."""
+    gathered = tp.all_gather(torch.stack([scores.view(torch.int32), ids]))  # (tp, 2, num_rows)
+    best = gathered[:, 0].view(torch.float32).argmax(dim=0, keepdim=True)
+    return gathered[:, 1].gather(0, best).squeeze(0)

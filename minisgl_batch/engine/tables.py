@@ -1,43 +1,38 @@
 """The device's copies of the scheduler's tables: page table, token pool, and each slot's sampling values.
 
-They change by `TableEdits` and by sampled tokens, both in the order of launched steps.
+They change by `TableEdits`, by the pages that decode rows begin and by sampled tokens, all in the order of launched
+steps. Called by the engine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from minisgl_batch.batch import ForwardBatch, ScheduledBatch, TableEdits
+from minisgl_batch.batch import ForwardBatch, IntArray, ScheduledBatch, TableEdits
+from minisgl_batch.engine.transfer import Transfer
+from minisgl_batch.sampling_params import EngineSampling
+from minisgl_kernels.gumbel import SamplingRows
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """Sampling values of the rows that a step samples, each (num_samples,)."""
-
-    temperature: torch.Tensor  # float32; 0 is greedy
-    top_k: torch.Tensor  # int32; 0 keeps all
-    top_p: torch.Tensor  # float32
-    min_p: torch.Tensor  # float32
-    seeds: torch.Tensor  # int64
-    sample_indices: torch.Tensor  # int64
-    positions: torch.Tensor  # int64; output position of the token to sample
+_NUM_VALUES = 9  # per new row, see _row_values
 
 
 class DeviceTables:
     """One line per slot; the last is the dummy row that padding stands on."""
 
     def __init__(
-        self, max_running: int, max_seq_len: int, page_size: int, dummy_page: int, device: torch.device
+        self,
+        max_running: int,
+        max_seq_len: int,
+        page_size: int,
+        dummy_page: int,
+        device: torch.device,
+        transfer: Transfer,
     ) -> None:
         num_rows = max_running + 1
         max_pages = -(-max_seq_len // page_size)
         self._page_size = page_size
-        self._device = device
+        self._transfer = transfer
         self.page_table = torch.full((num_rows, max_pages), dummy_page, dtype=torch.int32, device=device)
         self.token_pool = torch.zeros((num_rows, max_seq_len + 1), dtype=torch.int32, device=device)
         self._temperature = torch.zeros(num_rows, dtype=torch.float32, device=device)
@@ -49,69 +44,87 @@ class DeviceTables:
         self._num_prompt = torch.zeros(num_rows, dtype=torch.int64, device=device)
 
     def apply(self, edits: TableEdits) -> None:
-        if len(edits.page_index):
-            self.page_table.view(-1)[self._send(edits.page_index)] = self._send(edits.pages)
-        if len(edits.token_index):
-            self.token_pool.view(-1)[self._send(edits.token_index)] = self._send(edits.tokens)
-        if edits.new_rows:
-            slots = torch.tensor([slot for slot, _, _ in edits.new_rows], device=self._device)
-            sampling = [values for _, values, _ in edits.new_rows]
-            self._num_prompt[slots] = torch.tensor([n for _, _, n in edits.new_rows], device=self._device)
-            for column, values in (
-                (self._temperature, [0.0 if s.is_greedy else s.temperature for s in sampling]),
-                (self._top_k, [s.top_k for s in sampling]),
-                (self._top_p, [s.top_p for s in sampling]),
-                (self._min_p, [s.min_p for s in sampling]),
-                (self._seed, [s.seed for s in sampling]),
-                (self._sample_index, [s.sample_index for s in sampling]),
-            ):
-                column[slots] = torch.tensor(values, dtype=column.dtype, device=self._device)
+        """Make the scheduler's changes since the last step."""
+        if not (len(edits.page_index) or len(edits.token_index) or edits.new_rows):
+            return
+        values = np.concatenate([_row_values(*row) for row in edits.new_rows]) if edits.new_rows else _NOTHING
+        uploads = [edits.page_index, edits.pages, edits.token_index, edits.tokens, values]
+        page_index, pages, token_index, tokens, new_rows = self._transfer.upload(uploads)
+        self.page_table.view(-1)[page_index.long()] = pages
+        self.token_pool.view(-1)[token_index.long()] = tokens
+        self._set_sampling(new_rows.view(-1, _NUM_VALUES))
 
-    def add_pages(self, host: ScheduledBatch) -> None:
-        """Enter the pages that decode rows begin."""
-        begins = host.new_pages >= 0
-        if begins.any():
-            rows, columns = host.slots[: host.num_decode][begins], (host.kv_lens[: host.num_decode][begins] - 1)
-            where = (self._send(rows).long(), self._send(columns // self._page_size).long())
-            self.page_table[where] = self._send(host.new_pages[begins])
+    def _set_sampling(self, rows: torch.Tensor) -> None:
+        slots = rows[:, 0].long()
+        self._num_prompt[slots] = rows[:, 1].long()
+        self._sample_index[slots] = rows[:, 2].long()
+        self._top_k[slots] = rows[:, 3]
+        self._temperature[slots] = rows[:, 4].view(torch.float32)
+        self._top_p[slots] = rows[:, 5].view(torch.float32)
+        self._min_p[slots] = rows[:, 6].view(torch.float32)
+        self._seed[slots] = rows[:, 8].long() << 32 | rows[:, 7].long() & 0xFFFFFFFF
 
     def forward_batch(self, host: ScheduledBatch) -> ForwardBatch:
         """The device's side of a step: token ids from the token pool, places from the page table."""
-        if host.is_decode:
-            slot_of_token, position = host.slots, host.kv_lens - 1
-        else:
-            slot_of_token = np.repeat(host.slots, host.q_lens)
-            ends = np.cumsum(host.q_lens, dtype=np.int32)
-            position = np.arange(ends[-1], dtype=np.int32) + np.repeat(host.kv_lens - ends, host.q_lens)
-        slots, positions = self._send(slot_of_token).long(), self._send(position)
-        pages = self.page_table[slots, positions // self._page_size]
-        sample_tokens = np.cumsum(host.q_lens, dtype=np.int64)[host.samples] - 1
+        row_of_token = np.repeat(np.arange(host.num_rows, dtype=np.int32), host.q_lens)
+        ends = np.cumsum(host.q_lens, dtype=np.int32)
+        position = np.arange(ends[-1], dtype=np.int32) + (host.kv_lens - ends)[row_of_token]
+        begins = host.new_pages >= 0
+        uploads = [
+            host.slots[row_of_token],
+            position,
+            host.slots,
+            host.kv_lens,
+            np.append(np.int32(0), ends),
+            ends[host.samples] - 1,
+            np.flatnonzero(begins).astype(np.int32),
+            host.new_pages[begins],
+        ]
+        token_slots, positions, slots, kv_lens, q_starts, sample_tokens, rows, pages = self._transfer.upload(uploads)
+        if len(pages):
+            rows = rows.long()
+            self.page_table[slots[rows].long(), positions[rows].long() // self._page_size] = pages
+        lines, columns = token_slots.long(), positions.long()
+        page_of_token = self.page_table[lines, columns // self._page_size]
         return ForwardBatch(
             host=host,
-            input_ids=self.token_pool[slots, positions],
+            input_ids=self.token_pool[lines, columns],
             positions=positions,
-            out_loc=pages * self._page_size + positions % self._page_size,
-            slots=self._send(host.slots),
+            out_loc=page_of_token * self._page_size + positions % self._page_size,
+            slots=slots,
+            kv_lens=kv_lens,
+            q_starts=q_starts,
             page_table=self.page_table,
-            sample_tokens=self._send(sample_tokens),
+            token_pool=self.token_pool,
+            sample_tokens=sample_tokens,
         )
 
-    def sampling_rows(self, host: ScheduledBatch) -> SamplingRows:
-        slots = self._send(host.slots[host.samples]).long()
+    def sampling_rows(self, slots: torch.Tensor, kv_lens: torch.Tensor) -> SamplingRows:
+        """What the sampler reads: the rows that sample, (num_samples,) int32 both, and every slot's values."""
         return SamplingRows(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            min_p=self._min_p[slots],
-            seeds=self._seed[slots],
-            sample_indices=self._sample_index[slots],
-            positions=self._send(host.kv_lens[host.samples]).long() - self._num_prompt[slots],
+            slots=slots,
+            kv_lens=kv_lens,
+            num_prompt=self._num_prompt,
+            seeds=self._seed,
+            sample_indices=self._sample_index,
+            temperature=self._temperature,
+            top_k=self._top_k,
+            top_p=self._top_p,
+            min_p=self._min_p,
         )
 
-    def put_tokens(self, host: ScheduledBatch, tokens: torch.Tensor) -> None:
-        """Write each sampled token behind its row's last one."""
-        slots, positions = host.slots[host.samples], host.kv_lens[host.samples]
-        self.token_pool[self._send(slots).long(), self._send(positions).long()] = tokens
+    def put_tokens(self, slots: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write each sampled token behind its row's last one; all (num_samples,) int32."""
+        self.token_pool[slots.long(), kv_lens.long()] = tokens
 
-    def _send(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+
+_NOTHING: IntArray = np.empty(0, dtype=np.int32)
+
+
+def _row_values(slot: int, sampling: EngineSampling, num_prompt: int) -> IntArray:
+    """A new row as int32 words: its slot, whole numbers, float32 bits, and the two halves of the seed."""
+    temperature = 0.0 if sampling.is_greedy else sampling.temperature
+    whole = np.array([slot, num_prompt, sampling.sample_index, sampling.top_k], dtype=np.int32)
+    floats = np.array([temperature, sampling.top_p, sampling.min_p], dtype=np.float32)
+    seed = np.array([sampling.seed], dtype=np.int64)
+    return np.concatenate([whole, floats.view(np.int32), seed.view(np.int32)])

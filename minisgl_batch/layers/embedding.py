@@ -66,15 +66,15 @@ class LMHead(Layer):
         self._tp = tp
         self._vocab_size = vocab_size
         self._is_tied = tied is not None
-        self.vocab_range, num_rows = _vocab_shard(vocab_size, tp)
+        self.vocab_range, self.shard_size = _vocab_shard(vocab_size, tp)
         if tied is None:
-            self.weight = _vocab_weight(self.vocab_range, num_rows, hidden_size, dtype, device)
+            self.weight = _vocab_weight(self.vocab_range, self.shard_size, hidden_size, dtype, device)
         else:
             self.weight = tied.weight
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(num_rows, hidden_size) -> (num_rows, shard of the vocabulary)."""
-        logits = linear(hidden, self.weight, None)
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """(num_rows, hidden_size) -> (num_rows, shard of the vocabulary), in `out` if it is given."""
+        logits = linear(hidden, self.weight, None, out)
         if len(self.vocab_range) < logits.shape[1]:
             logits[:, len(self.vocab_range) :] = float("-inf")
         return logits

@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias` for a weight (out, in) that is packed or not."""
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias` for a weight (out, in) that is packed or not; into `out`, then without a bias."""
     if weight.is_mkldnn:
         packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return packed
-    return F.linear(x, weight, bias)
+        return packed if out is None else out.copy_(packed)
+    return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
 
 
 def pack(weight: nn.Parameter) -> nn.Parameter:
@@ -31,7 +33,7 @@ def pack(weight: nn.Parameter) -> nn.Parameter:
 def _packs(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return False
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -39,8 +39,12 @@ class CausalLM(nn.Module, ABC):
         """
 
     @abstractmethod
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of chosen rows of `forward`'s result, for this rank's part of the vocabulary.
+
+        Args:
+            hidden: (num_rows, hidden_size).
+            out: where to put them.
 
         Returns:
             (num_rows, shard): column i stands for token `vocab_range[i]`. The shard has the same width on all ranks;
@@ -50,6 +54,11 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' `logits` of the same rows: (num_rows, vocab_size). Called by all ranks together."""
+
+    @property
+    @abstractmethod
+    def vocab_shard(self) -> int:
+        """The width of `logits`, padding included."""
 
     @property
     @abstractmethod

@@ -124,12 +124,16 @@ class DenseModel(CausalLM):
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(hidden, out)
         return logits
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return self.lm_head.gather(logits)
+
+    @property
+    def vocab_shard(self) -> int:
+        return self.lm_head.shard_size
 
     @property
     def vocab_range(self) -> range:

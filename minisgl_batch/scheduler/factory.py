@@ -29,6 +29,8 @@ def make_scheduler(config: EngineConfig, source: MessageSource) -> Scheduler:
             max_seq_len=engine.max_seq_len,
             max_prefill_tokens=options.max_prefill_tokens,
             overlap=options.overlap,
+            mixed=options.mixed,
+            sharing=engine.sharing_costs,
         ),
         engine,
         cache,

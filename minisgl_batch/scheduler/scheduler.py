@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_batch.batch import BoolArray, IntArray, ScheduledBatch
+from minisgl_batch.batch import BoolArray, IntArray, ScheduledBatch, SharingCosts
 from minisgl_batch.kvcache.base import PrefixCache
 from minisgl_batch.messages import (
     FINISH_ABORT,
@@ -37,7 +37,7 @@ from minisgl_batch.request import Req, ReqState
 from minisgl_batch.scheduler.cache import CacheManager
 from minisgl_batch.scheduler.decode import NO_ROWS, DecodeManager, DecodeRows
 from minisgl_batch.scheduler.prefill import Piece, PrefillManager
-from minisgl_batch.scheduler.sharing import PrefixSharing, SharingCosts
+from minisgl_batch.scheduler.sharing import PrefixSharing
 from minisgl_batch.scheduler.source import MessageSource
 from minisgl_batch.scheduler.table import TableManager
 

@@ -11,35 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl_batch.batch import IntArray, SharedPrefixes
+from minisgl_batch.batch import IntArray, SharedPrefixes, SharingCosts
 from minisgl_batch.kvcache.base import PrefixCache
 from minisgl_batch.scheduler.table import TableManager
-
-
-@dataclass(frozen=True)
-class SharingCosts:
-    """What attention in two levels costs and saves, per layer and in microseconds; measured for an engine's kernels.
-
-    Attributes:
-        per_saved_token: saved for each KV token that isn't read once more.
-        base: of the extra kernels.
-        per_row: of the extra kernels, for each decode row.
-        per_prefix_token: of the longest shared prefix, whose tokens one kernel reads one after the other.
-        min_rows: fewer decode rows never share.
-        max_groups: what the engine has room for.
-    """
-
-    per_saved_token: float
-    base: float
-    per_row: float
-    per_prefix_token: float
-    min_rows: int = 32
-    max_groups: int = 8
-
-    def are_worth(self, num_rows: int, groups: list[_Group]) -> bool:
-        saved = self.per_saved_token * sum(group.saved_tokens for group in groups)
-        longest = max((group.num_tokens for group in groups), default=0)
-        return bool(groups) and saved > self.base + self.per_row * num_rows + self.per_prefix_token * longest
 
 
 @dataclass(slots=True)
@@ -118,7 +92,9 @@ class PrefixSharing:
                 siblings = group.below
         cut = [group for root in roots for group in root.best_cut() if len(group.slots) > 1]
         best = sorted(cut, key=lambda group: (-group.saved_tokens, group.slots[0]))[: costs.max_groups]
-        return best if costs.are_worth(len(slots), best) else []
+        saved = sum(group.saved_tokens for group in best)
+        longest = max((group.num_tokens for group in best), default=0)
+        return best if costs.is_worth(len(slots), saved, longest) else []
 
     def _path(self, slot: int) -> list[tuple[int, int]]:
         req = self._table.reqs[slot]

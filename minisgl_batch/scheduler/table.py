@@ -16,7 +16,6 @@ Knows nothing of who owns a page.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from minisgl_batch.batch import BoolArray, IntArray, TableEdits
 from minisgl_batch.request import Req
@@ -132,11 +131,11 @@ class TableManager:
         return edits
 
 
-def _flatten(runs: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
+def _flatten(runs: list[tuple[int, int]]) -> IntArray:
     """The positions of runs given as (first, length)."""
     if not runs:
-        return np.empty(0, dtype=np.int64)
-    first, length = np.array(runs, dtype=np.int64).T
-    offset = np.cumsum(length) - length
-    index: npt.NDArray[np.int64] = np.arange(int(length.sum())) + np.repeat(first - offset, length)
+        return np.empty(0, dtype=np.int32)
+    first, length = np.array(runs, dtype=np.int32).T
+    offset = np.cumsum(length, dtype=np.int32) - length
+    index: IntArray = np.arange(int(length.sum()), dtype=np.int32) + np.repeat(first - offset, length)
     return index

@@ -59,6 +59,21 @@ def test_noise_is_standard_gumbel() -> None:
     assert (cdf - torch.linspace(0, 1, len(cdf), dtype=torch.float64)).abs().max() < 0.003
 
 
+def _unmixed(hash_: int) -> int:
+    """What the noise's mixing turns into `hash_`: each of its steps backwards."""
+    x = hash_ * pow(0xD35A2D97, -1, 1 << 32) % (1 << 32)
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x21F0AAAD, -1, 1 << 32) % (1 << 32)
+    return x ^ x >> 16
+
+
+@pytest.mark.parametrize(("hash_", "uniform"), [(0, 2.0**-24), (0xFFFFFFFF, 1 - 2.0**-24), (1 << 31, 0.5)])
+def test_noise_is_finite_at_both_ends(hash_: int, uniform: float) -> None:
+    """With one bit more in the uniform number, the last one in 16 million was infinite."""
+    noise = gumbel_noise(torch.tensor([_unmixed(hash_)]), torch.zeros(1, dtype=torch.int32))
+    assert noise.item() == pytest.approx(-math.log(-math.log(1 - uniform)), abs=1e-6)
+
+
 def test_noise_of_neighbouring_rows_positions_and_tokens_is_independent() -> None:
     noise = gumbel_noise(_keys(1500), torch.arange(1500, dtype=torch.int32))
     for a, b in ((noise[:-1], noise[1:]), (noise[:, :-1], noise[:, 1:])):

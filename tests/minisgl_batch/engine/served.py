@@ -10,7 +10,8 @@ import torch
 
 from minisgl_batch.batch import ScheduledBatch
 from minisgl_batch.config import EngineConfig
-from minisgl_batch.engine.engine import Engine, EngineStep
+from minisgl_batch.engine.engine import Engine
+from minisgl_batch.engine.transfer import HostTokens
 from minisgl_batch.messages import FINISH_REASONS, AbortRequests, AddRequests, NewRequest, Ready, StepOutput
 from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.factory import make_scheduler
@@ -40,13 +41,13 @@ class Served:
         launch, logits_of = engine.launch, engine._model.logits
         uids: list[int] = []
 
-        def recording_launch(batch: ScheduledBatch) -> EngineStep:
+        def recording_launch(batch: ScheduledBatch) -> HostTokens:
             uids[:] = self.scheduler.table.uid[batch.slots[batch.samples]].tolist()
             return launch(batch)
 
-        def recording_logits(hidden: torch.Tensor) -> torch.Tensor:
-            logits = logits_of(hidden)
-            for uid, row in zip(uids, logits, strict=True):
+        def recording_logits(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            logits = logits_of(hidden, out)
+            for uid, row in zip(uids, logits, strict=False):  # graphs compute padding too, and aren't seen here
                 self.logits[uid].append(row.clone())
             return logits
 

@@ -1,22 +1,27 @@
-"""The sampler: greedy is exact, samples follow the softmax, and neighbours change nothing."""
+"""The sampler: greedy is exact, samples follow the softmax, and neither neighbours nor ranks change anything."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.engine.sampler import sample
-from minisgl_batch.engine.tables import SamplingRows
+from minisgl_kernels.gumbel import SamplingRows
 
 
 def rows(num_rows: int, **changes: torch.Tensor) -> SamplingRows:
+    """Row i is slot i."""
     values = {
+        "slots": torch.arange(num_rows, dtype=torch.int32),
+        "kv_lens": torch.arange(7, num_rows + 7, dtype=torch.int32),
+        "num_prompt": torch.full((num_rows,), 7),
+        "seeds": torch.randint(0, 1 << 62, (num_rows,)),
+        "sample_indices": torch.zeros(num_rows, dtype=torch.int64),
         "temperature": torch.ones(num_rows),
         "top_k": torch.zeros(num_rows, dtype=torch.int32),
         "top_p": torch.ones(num_rows),
         "min_p": torch.zeros(num_rows),
-        "seeds": torch.randint(0, 1 << 62, (num_rows,)),
-        "sample_indices": torch.zeros(num_rows, dtype=torch.int64),
-        "positions": torch.arange(num_rows),
     }
     return SamplingRows(**(values | changes))
 
@@ -24,9 +29,10 @@ def rows(num_rows: int, **changes: torch.Tensor) -> SamplingRows:
 def test_greedy_is_argmax_and_ties_go_to_the_lower_id() -> None:
     logits = torch.randn(50, 300)
     logits[7, 100] = logits[7, 200] = 100.0
-    tokens = sample(logits, None, any_filter=False)
-    assert torch.equal(tokens, logits.argmax(-1).int())
-    assert tokens[7] == 100
+    for any_filter in (False, True):
+        tokens = sample(logits, rows(50, temperature=torch.zeros(50)), any_filter=any_filter)
+        assert torch.equal(tokens, logits.argmax(-1).int())
+        assert tokens[7] == 100
 
 
 def test_greedy_rows_stay_greedy_among_sampled_ones() -> None:
@@ -61,9 +67,40 @@ def test_filtered_rows_draw_from_what_is_left() -> None:
     assert set(tokens.tolist()) == set(logits.topk(3).indices.tolist())
 
 
-def test_a_row_draws_the_same_alone_and_among_others() -> None:
-    logits, values = torch.randn(30, 64), rows(30)
-    together = sample(logits, values, any_filter=False)
+@pytest.mark.parametrize("any_filter", [False, True])
+def test_a_row_draws_the_same_alone_and_among_others(any_filter: bool) -> None:
+    logits, values = torch.randn(30, 64), rows(30, temperature=torch.rand(30))
+    together = sample(logits, values, any_filter=any_filter)
     order = torch.randperm(30)[:7]
-    alone = SamplingRows(*(getattr(values, name)[order] for name in SamplingRows.__slots__))
-    assert torch.equal(sample(logits[order], alone, any_filter=False), together[order])
+    alone = values._replace(slots=values.slots[order], kv_lens=values.kv_lens[order])
+    assert torch.equal(sample(logits[order], alone, any_filter=any_filter), together[order])
+
+
+class Shards:
+    """The all-gather of a group whose ranks run one after the other: collects, then answers."""
+
+    def __init__(self, size: int) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.size = size
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.sent.append(x)
+        return torch.stack((self.sent * self.size)[: self.size])
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ranks_with_parts_of_the_vocabulary_find_the_same_tokens(size: int) -> None:
+    logits = torch.randn(60, 48 * size)
+    logits[::5, 3::48] = 50.0  # a tie between all ranks
+    values = rows(60, temperature=torch.rand(60).round(decimals=1))
+    comm = Shards(size)
+    for rank, shard in enumerate(logits.split(48, dim=1)):
+        tp = TPGroup(rank, size, comm)
+        tokens = sample(shard, values, any_filter=False, vocab_start=48 * rank, tp=tp)
+    assert torch.equal(tokens, sample(logits, values, any_filter=False))

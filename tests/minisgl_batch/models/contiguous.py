@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from minisgl_batch.attention.base import AttentionBackend, AttnSpec, ForwardContext
-from minisgl_batch.batch import ForwardBatch, ScheduledBatch, TableEdits
+from minisgl_batch.batch import NO_EDITS, ForwardBatch, ScheduledBatch
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
 from minisgl_batch.models.base import CausalLM
 
@@ -94,7 +94,7 @@ def _batch(
         samples=np.ones(len(slots), bool),
         all_greedy=True,
         any_filter=False,
-        edits=TableEdits(none.astype(np.int64), none, none.astype(np.int64), none, []),
+        edits=NO_EDITS,
     )
     return ForwardBatch(
         host=host,
@@ -102,6 +102,9 @@ def _batch(
         positions=torch.tensor(positions, dtype=torch.int32),
         out_loc=torch.tensor(out_loc, dtype=torch.int32),
         slots=torch.from_numpy(host.slots),
+        kv_lens=torch.from_numpy(host.kv_lens),
+        q_starts=torch.from_numpy(none),
         page_table=torch.zeros(0, 0, dtype=torch.int32),
-        sample_tokens=torch.zeros(0, dtype=torch.int64),
+        token_pool=torch.zeros(0, 0, dtype=torch.int32),
+        sample_tokens=torch.from_numpy(none),
     )

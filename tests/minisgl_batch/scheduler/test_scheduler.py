@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minisgl_batch.scheduler.sharing import SharingCosts
+from minisgl_batch.batch import SharingCosts
 from tests.minisgl_batch.scheduler.fake_engine import Harness
 
 ALWAYS_SHARE = SharingCosts(per_saved_token=1.0, base=0.0, per_row=0.0, per_prefix_token=0.0, min_rows=2, max_groups=2)

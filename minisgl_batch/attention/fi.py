@@ -1,0 +1,147 @@
+"""The `fi` halves: FlashInfer's paged decode and prefill (https://github.com/flashinfer-ai/flashinfer).
+
+Its kernels balance rows by a plan that the host makes for each step and copies to the device. The decode wrappers of
+all graph sizes share their workspaces; only the pinned buffer that a plan leaves from must not be overwritten while its
+copy is under way, so two of them take turns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer.decode import fast_decode_plan
+
+from minisgl_batch.attention.base import AttnHeads, AttnSpec
+from minisgl_batch.attention.decode_buffers import DecodeBuffers
+from minisgl_batch.attention.parts import DecodePart, ExtendPart
+from minisgl_batch.batch import ForwardBatch, IntArray
+from minisgl_batch.kvcache.mha_pool import MHAKVCache
+
+_WORKSPACE_BYTES = 256 << 20
+_PLAN_BYTES = 8 << 20
+CUDA_CORE_GROUPS = (1, 2, 4, 8)  # of query heads; the kernel without tensor cores knows no others
+
+
+class FlashInferDecode(DecodePart):
+    """Attention of decode rows over their own page lists."""
+
+    def __init__(self, pool: MHAKVCache, heads: AttnHeads, buffers: DecodeBuffers) -> None:
+        device = pool.k(0).device
+        self._pool = pool
+        self._heads = heads
+        self._buffers = buffers
+        self._dtype = pool.k(0).dtype
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._plan_buffer = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
+        self._pinned = [torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._planned = [torch.cuda.Event() for _ in range(2)]
+        self._turn = 0
+        self._wrappers: dict[int, Any] = {}
+
+    def prepare(self, num_rows: int, indptr: IntArray, kv_lens: IntArray) -> Any:
+        wrapper = self._wrappers.get(num_rows)
+        if wrapper is None:
+            wrapper = self._wrappers[num_rows] = self._make_wrapper(num_rows)
+        self._turn ^= 1
+        self._planned[self._turn].synchronize()
+        wrapper._pin_memory_int_workspace_buffer = self._pinned[self._turn]
+        fast_decode_plan(
+            wrapper,
+            self._buffers.indptr[: num_rows + 1],
+            self._buffers.pages,
+            torch.from_numpy((kv_lens[:num_rows] - 1) % self._pool.page_size + 1),
+            self._heads.num_heads,
+            self._heads.num_kv_heads,
+            self._heads.head_dim,
+            self._pool.page_size,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            sm_scale=self._heads.scale,
+            global_override_indptr_cpu=torch.from_numpy(indptr[: num_rows + 1]),
+        )
+        self._planned[self._turn].record()
+        return wrapper
+
+    def forward(self, q: torch.Tensor, layer: int, spec: AttnSpec, prepared: Any) -> torch.Tensor:
+        out: torch.Tensor = prepared.run(q, (self._pool.k(layer), self._pool.v(layer)))
+        return out
+
+    def forward_with_lse(self, q: torch.Tensor, layer: int, prepared: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output, and (num_rows, num_heads) float32 the base-2 logarithms of the sums of weights."""
+        out, lse = prepared.run(q, (self._pool.k(layer), self._pool.v(layer)), return_lse=True)
+        return out, lse
+
+    def _make_wrapper(self, num_rows: int) -> Any:
+        buffers = self._buffers
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=self._heads.num_heads // self._heads.num_kv_heads not in CUDA_CORE_GROUPS,
+            paged_kv_indptr_buffer=buffers.indptr[: num_rows + 1],
+            paged_kv_indices_buffer=buffers.pages,
+            paged_kv_last_page_len_buffer=buffers.last_page_lens[:num_rows],
+        )
+        # Its own are as large as these, and would be another pair for each number of rows.
+        wrapper._int_workspace_buffer = self._plan_buffer
+        wrapper._pin_memory_int_workspace_buffer = self._pinned[0]
+        # The full plan, once: it chooses and loads the kernel. It writes to buffers that are filled before each use.
+        wrapper.plan(
+            torch.arange(num_rows + 1, dtype=torch.int32),
+            torch.zeros(num_rows, dtype=torch.int32, device=buffers.pages.device),
+            torch.ones(num_rows, dtype=torch.int32),
+            self._heads.num_heads,
+            self._heads.num_kv_heads,
+            self._heads.head_dim,
+            self._pool.page_size,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            sm_scale=self._heads.scale,
+        )
+        torch.cuda.current_stream().synchronize()
+        return wrapper
+
+
+class FlashInferExtend(ExtendPart):
+    """Attention of extend rows."""
+
+    def __init__(self, pool: MHAKVCache, heads: AttnHeads) -> None:
+        self._pool = pool
+        self._heads = heads
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.k(0).device)
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+
+    def prepare(self, batch: ForwardBatch) -> Any:
+        first, page_size = batch.host.num_decode, self._pool.page_size
+        kv_lens = torch.from_numpy(batch.host.kv_lens[first:])
+        num_pages = (kv_lens + page_size - 1) // page_size
+        width = int(num_pages.max())
+        lines = batch.page_table[batch.slots[first:].long(), :width]
+        is_page = (torch.arange(width) < num_pages.unsqueeze(1)).view(-1)
+        page_places = is_page.nonzero().squeeze(1).to(lines.device, non_blocking=True)
+        self._wrapper.plan(
+            _starts(torch.from_numpy(batch.host.q_lens[first:])),
+            _starts(num_pages),
+            lines.reshape(-1)[page_places],
+            (kv_lens - 1) % page_size + 1,
+            self._heads.num_heads,
+            self._heads.num_kv_heads,
+            self._heads.head_dim,
+            page_size,
+            causal=True,
+            q_data_type=self._pool.k(0).dtype,
+            kv_data_type=self._pool.k(0).dtype,
+            sm_scale=self._heads.scale,
+        )
+        return self._wrapper
+
+    def forward(self, q: torch.Tensor, layer: int, spec: AttnSpec, prepared: Any) -> torch.Tensor:
+        out: torch.Tensor = prepared.run(q, (self._pool.k(layer), self._pool.v(layer)))
+        return out
+
+
+def _starts(lengths: torch.Tensor) -> torch.Tensor:
+    """(n,) lengths -> (n + 1,) int32 first positions, and the end."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,0 +1,57 @@
+"""The two halves that a hybrid backend is made of: attention of extend rows, and attention of decode rows.
+
+Interfaces only; `fa`, `fi` and `two_level` implement them, `hybrid` puts them together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from minisgl_batch.attention.base import AttnSpec
+from minisgl_batch.batch import ForwardBatch, IntArray, SharingCosts
+
+
+class ExtendPart(ABC):
+    """Attention of a step's extend rows."""
+
+    @abstractmethod
+    def prepare(self, batch: ForwardBatch) -> Any:
+        """What all layers share, for the rows behind the decode rows."""
+
+    @abstractmethod
+    def forward(self, q: torch.Tensor, layer: int, spec: AttnSpec, prepared: Any) -> torch.Tensor:
+        """(num_extend_tokens, num_heads, head_dim) -> the same shape."""
+
+
+class DecodePart(ABC):
+    """Attention of decode rows that stand in the decode buffers, inside and outside of graphs."""
+
+    @abstractmethod
+    def prepare(self, num_rows: int, indptr: IntArray, kv_lens: IntArray) -> Any:
+        """Plan for rows as the host knows them.
+
+        For one number of rows the answer always means the same memory: a graph that was captured with it does what the
+        last call for that number said.
+
+        Args:
+            num_rows: rows, padding included.
+            indptr: (at least num_rows + 1,) where the rows' own page lists begin.
+            kv_lens: (at least num_rows,) tokens of each row.
+        """
+
+    @abstractmethod
+    def forward(self, q: torch.Tensor, layer: int, spec: AttnSpec, prepared: Any) -> torch.Tensor:
+        """(num_rows, num_heads, head_dim) -> the same shape."""
+
+
+class TwoLevelPart(DecodePart):
+    """A half for decode rows that reads shared prefixes once.
+
+    Attributes:
+        costs: when that is worth it.
+    """
+
+    costs: SharingCosts
