@@ -132,7 +132,6 @@ class GraphRunner:
 
     def _capture(self, memory: Any, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         run()  # outside first: kernels are compiled and workspaces allocated
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory):
             run()
