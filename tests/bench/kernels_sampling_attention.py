@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from minisgl_kernels import sample_filtered, sample_gumbel
+from tests.kernels.paged import Case, random_case
 from tests.kernels.sampling import random_rows
 
-READ_BYTES_PER_US = 4.47e6  # measured on an H200
+READ_BYTES_PER_US = 4.47e6  # measured on an H200, like the next one
+FLOP_PER_US = 790e6
 L2_BYTES = 60 << 20
 VOCAB = 151_936
 
@@ -78,8 +81,26 @@ def sampling_lines() -> Iterator[Line]:
                 yield line("sample_filtered", us, floor_us, **shape, top_k=top_k, top_p=top_p)
 
 
+def attention_lines() -> Iterator[Line]:
+    for num_heads, page_size in ((16, 1), (16, 16), (16, 128), (40, 16)):
+        for num_rows, kv_len in ((256, 600), (256, 2000), (8, 2000), (1, 8000)):
+            case = make_case(num_heads, page_size, [kv_len] * num_rows, None)
+            floor_us = num_rows * kv_len * case.k_pool[0, 0].numel() * 2 * 2 / READ_BYTES_PER_US
+            shape = {"rows": num_rows, "tokens": kv_len, "heads": f"{num_heads}/8", "page_size": page_size}
+            yield line("paged_attention decode", median_us(case.attend, [case.q] * 4), floor_us, **shape)
+        case = make_case(num_heads, page_size, [1024] * 16, [1024] * 16)
+        floor_us = 4 * num_heads * 128 * 16 * 1024 * 1024 / 2 / FLOP_PER_US
+        shape = {"rows": 16, "tokens": 1024, "heads": f"{num_heads}/8", "page_size": page_size}
+        yield line("paged_attention extend", median_us(case.attend, [case.q] * 4), floor_us, **shape)
+
+
+def make_case(num_heads: int, page_size: int, kv_lens: list[int], q_lens: list[int] | None) -> Case:
+    shape = {"group": num_heads // 8, "num_kv_heads": 8, "head_dim": 128, "page_size": page_size}
+    return random_case(torch.device("cuda"), kv_lens, q_lens, **shape, spare_pages=0)
+
+
 def main() -> None:
-    for result in sampling_lines():
+    for result in chain(sampling_lines(), attention_lines()):
         print(json.dumps(result), flush=True)
 
 
