@@ -61,5 +61,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameterError(name, f"must be at least 1, got {value}")
+        if self.cuda_graph_max_bs is not None and self.cuda_graph_max_bs < 0:
+            raise InvalidParameterError("cuda_graph_max_bs", f"must be at least 0, got {self.cuda_graph_max_bs}")
         if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:
             raise InvalidParameterError("memory_ratio", f"must be in (0, 1], got {self.memory_ratio:g}")

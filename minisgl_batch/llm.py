@@ -104,7 +104,7 @@ class LLM:
         model: "demo", a local folder in Hugging Face format, or a hub id.
         seed: makes samples of prompts without a seed of their own repeatable.
         page_size, num_pages, max_running, max_prefill_tokens, max_seq_len, memory_ratio, dtype, attention_backend,
-        cache, overlap, dummy_weights, device: see `EngineConfig`.
+        cache, overlap, cuda_graph_max_bs, mixed, share_prefixes, dummy_weights, device: see `EngineConfig`.
 
     Raises:
         ModelError: the model can't be found or loaded, or doesn't fit into memory.
@@ -126,6 +126,9 @@ class LLM:
         attention_backend: str = "auto",
         cache: CacheKind = "radix",
         overlap: bool | None = None,
+        cuda_graph_max_bs: int | None = None,
+        mixed: bool | None = None,
+        share_prefixes: bool = True,
         dummy_weights: bool = False,
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
@@ -141,6 +144,9 @@ class LLM:
             attention_backend=attention_backend,
             cache=cache,
             overlap=overlap,
+            cuda_graph_max_bs=cuda_graph_max_bs,
+            mixed=mixed,
+            share_prefixes=share_prefixes,
             dummy_weights=dummy_weights,
             device=device,
         )

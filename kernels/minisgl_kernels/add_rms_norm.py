@@ -1,14 +1,14 @@
-"""Residual addition and RMS norm in one pass over the residual stream: Triton, or the twin."""
+"""Residual addition and RMS norm in one pass over the residual stream: CUDA C++, Triton, or the twin."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import cuda, reference
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
+
+_MAX_CUDA_SIZE = 32768  # four vectors of 8 elements for each of 1024 threads
 
 
 def add_rms_norm(
@@ -31,35 +31,49 @@ def add_rms_norm(
     if not support.runs_kernels(x):
         return reference.add_rms_norm(x, residual, weight, eps)
     num_tokens, size = x.shape
-    block = support.next_power_of_2(size)
+    stream = x if residual is None else residual
     normed = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    if num_tokens:
-        pdl = support.uses_pdl(x)
-        _kernel[(num_tokens,)](
-            x,
-            x if residual is None else residual,
-            weight,
-            normed,
-            x.stride(0),
-            eps,
-            size=size,
-            block=block,
-            has_residual=residual is not None,
-            pdl=pdl,
-            num_warps=min(16, max(1, block // 256)),  # 8 elements, 16 bytes of bf16, per thread
-            launch_pdl=pdl,
-        )
-    return normed, x if residual is None else residual
+    if not num_tokens:
+        return normed, stream
+    fits = size % 8 == 0 and x.stride(0) % 8 == 0 and size <= _MAX_CUDA_SIZE
+    kernels = cuda.layer_kernels(x) if fits else None
+    if kernels is not None:
+        kernels.add_rms_norm(x, stream, weight, normed, eps, residual is not None)
+    else:
+        _launch(x, stream, weight, normed, eps, residual is not None)
+    return normed, stream
+
+
+def _launch(
+    x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, normed: torch.Tensor, eps: float, has_residual: bool
+) -> None:
+    num_tokens, size = x.shape
+    block = support.next_power_of_2(size)
+    pdl = support.uses_pdl(x)
+    _kernel[(num_tokens,)](
+        x,
+        stream,
+        weight,
+        normed,
+        x.stride(0),
+        eps,
+        size=size,
+        block=block,
+        has_residual=has_residual,
+        pdl=pdl,
+        num_warps=min(16, max(1, block // 256)),  # 8 elements, 16 bytes of bf16, per thread
+        launch_pdl=pdl,
+    )
 
 
 @jit
 def _kernel(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    normed: Any,
-    x_stride: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    normed: tl.tensor,
+    x_stride: tl.tensor,
+    eps: tl.tensor,
     size: tl.constexpr,
     block: tl.constexpr,
     has_residual: tl.constexpr,

@@ -1,22 +1,25 @@
-"""Builds C++ kernels for this very CPU at first use, and loads them with ctypes.
+"""Builds C++ kernels for this very CPU at first use, and loads them: with ctypes, or as Python modules.
 
-The result is kept per user, by source, compiler and CPU. Where there is no compiler, callers fall back to the twins in
-`reference.py`.
+The result is kept per user, by source, compiler, Python and CPU. Where there is no compiler, callers fall back to the
+twins in `reference.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +30,37 @@ _BUILD_TIMEOUT_S = 120
 @cache
 def load(name: str) -> ctypes.CDLL | None:
     """The library made from `csrc/<name>.cpp`; None, with a line in the log, where it can't be built."""
-    source = (files("minisgl_kernels") / "csrc" / f"{name}.cpp").read_text(encoding="utf-8")
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        logger.info("no C++ compiler here: %s runs as plain torch, which is slower", name)
-        return None
-    library = cache_dir() / f"{name}-{_identity(source, compiler)}.so"
+    library = _library(name, _FLAGS)
     try:
-        if not library.exists():
-            _build(compiler, source, library)
-        return ctypes.CDLL(str(library))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        logger.warning("%s can't be built and runs as plain torch, which is slower: %s", name, detail)
+        return None if library is None else ctypes.CDLL(str(library))
+    except OSError as error:
+        _warn(name, error)
         return None
+
+
+@cache
+def load_module(name: str) -> ModuleType | None:
+    """The Python module `name` made from `csrc/<name>.cpp`; None, with a line in the log, where it can't be built.
+
+    For functions that are called so often that ctypes would cost more than they do.
+    """
+    include = sysconfig.get_paths()["include"]
+    if not (Path(include) / "Python.h").exists():
+        logger.info("Python's headers aren't installed: %s runs without C++, which is slower", name)
+        return None
+    library = _library(name, [*_FLAGS, f"-I{include}"])
+    if library is None:
+        return None
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        _warn(name, error)
+        return None
+    return module
 
 
 def cache_dir() -> Path:
@@ -50,20 +70,42 @@ def cache_dir() -> Path:
     return root
 
 
-def _build(compiler: str, source: str, library: Path) -> None:
+def _library(name: str, flags: list[str]) -> Path | None:
+    """The built file, from the cache where it is there; None, with a line in the log, where it can't be built."""
+    source = (files("minisgl_kernels") / "csrc" / f"{name}.cpp").read_text(encoding="utf-8")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        logger.info("no C++ compiler here: %s runs without C++, which is slower", name)
+        return None
+    library = cache_dir() / f"{name}-{_identity(source, [compiler, *flags])}.so"
+    try:
+        if not library.exists():
+            _build([compiler, *flags], source, library)
+    except (OSError, subprocess.SubprocessError) as error:
+        _warn(name, getattr(error, "stderr", None) or error)
+        return None
+    return library
+
+
+def _warn(name: str, reason: object) -> None:
+    logger.warning("%s can't be built and runs without C++, which is slower: %s", name, reason)
+
+
+def _build(command: list[str], source: str, library: Path) -> None:
     """Compile next to the target and rename, so that processes that build at once don't meet half a file."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         code, built = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
         code.write_text(source, encoding="utf-8")
-        command = [compiler, *_FLAGS, str(code), "-o", str(built)]
+        command = [*command, str(code), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
         built.replace(library)
 
 
-def _identity(source: str, compiler: str) -> str:
+def _identity(source: str, command: list[str]) -> str:
     """What a build depends on. A home folder may be shared by machines with different CPUs."""
     cpu = platform.machine() + platform.processor() + _cpu_flags()
-    return hashlib.sha256("\0".join([source, compiler, *_FLAGS, cpu]).encode()).hexdigest()[:16]
+    parts = [source, *command, str(sysconfig.get_config_var("EXT_SUFFIX")), cpu]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _cpu_flags() -> str:

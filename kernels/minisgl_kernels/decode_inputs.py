@@ -6,7 +6,7 @@ the host's decision and the model. Triton, or the twin.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -83,20 +83,20 @@ def decode_inputs(
 
 @jit
 def _kernel(
-    slots: Any,
-    kv_lens: Any,
-    new_pages: Any,
-    page_table: Any,
-    token_pool: Any,
-    input_ids: Any,
-    positions: Any,
-    out_loc: Any,
-    indptr: Any,
-    first_pages: Any,
-    indices: Any,
-    last_page_lens: Any,
-    table_stride: Any,
-    token_stride: Any,
+    slots: tl.tensor,
+    kv_lens: tl.tensor,
+    new_pages: tl.tensor,
+    page_table: tl.tensor,
+    token_pool: tl.tensor,
+    input_ids: tl.tensor,
+    positions: tl.tensor,
+    out_loc: tl.tensor,
+    indptr: tl.tensor,
+    first_pages: tl.tensor,
+    indices: tl.tensor,
+    last_page_lens: tl.tensor,
+    table_stride: tl.tensor,
+    token_stride: tl.tensor,
     page_size: tl.constexpr,
     has_lists: tl.constexpr,
     block: tl.constexpr,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from minisgl_kernels import reference
@@ -36,7 +34,13 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_range: range) -> to
 
 @jit
 def _kernel(
-    ids: Any, weight: Any, out: Any, vocab_start: Any, vocab_stop: Any, size: tl.constexpr, block: tl.constexpr
+    ids: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    vocab_start: tl.tensor,
+    vocab_stop: tl.tensor,
+    size: tl.constexpr,
+    block: tl.constexpr,
 ) -> None:
     """One program per token and block of columns."""
     token = tl.program_id(0).to(tl.int64)

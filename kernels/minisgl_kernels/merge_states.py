@@ -5,8 +5,6 @@ Triton, or the twin.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from minisgl_kernels import reference
@@ -71,15 +69,15 @@ def merge_states(
 
 @jit
 def _kernel(
-    out_a: Any,
-    lse_a: Any,
-    out_b: Any,
-    lse_b: Any,
-    out: Any,
-    a_stride_token: Any,
-    a_stride_head: Any,
-    b_stride_token: Any,
-    b_stride_head: Any,
+    out_a: tl.tensor,
+    lse_a: tl.tensor,
+    out_b: tl.tensor,
+    lse_b: tl.tensor,
+    out: tl.tensor,
+    a_stride_token: tl.tensor,
+    a_stride_head: tl.tensor,
+    b_stride_token: tl.tensor,
+    b_stride_head: tl.tensor,
     num_heads: tl.constexpr,
     head_dim: tl.constexpr,
     a_is_log2: tl.constexpr,
@@ -90,10 +88,10 @@ def _kernel(
 ) -> None:
     """One program per token and block of heads."""
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]
+    heads = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
     dims = tl.arange(0, block_dims)[None, :]
-    inside = (heads < num_heads) & (dims < head_dim)
-    place = (token * num_heads + heads) * head_dim + dims
+    inside = (heads < num_heads)[:, None] & (dims < head_dim)
+    place = (token * num_heads + heads)[:, None] * head_dim + dims
     if pdl:
         gdc_wait()
         gdc_launch_dependents()
@@ -105,7 +103,7 @@ def _kernel(
     log_b = tl.where(log_b == float("inf"), empty, log_b if b_is_log2 else log_b * log2e)
     highest = tl.maximum(log_a, log_b)
     highest = tl.where(highest == empty, 0.0, highest)
-    weight_a, weight_b = tl.exp2(log_a - highest), tl.exp2(log_b - highest)
+    weight_a, weight_b = tl.exp2(log_a - highest)[:, None], tl.exp2(log_b - highest)[:, None]
     total = weight_a + weight_b
     a = tl.load(out_a + place, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(out_b + place, mask=inside, other=0.0).to(tl.float32)

@@ -1,17 +1,17 @@
 """What stands between the QKV projection and attention, in one launch: norms of queries and keys, rotation, KV store.
 
-Triton, or the twin.
+CUDA C++, Triton, or the twin.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import cuda, reference
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
+
+_CUDA_HEAD_DIMS = (64, 128, 256)
 
 
 def norm_rope_store(
@@ -46,45 +46,47 @@ def norm_rope_store(
     num_kv_heads, head_dim = k_pool.shape[2:]
     num_heads = width // head_dim - 2 * num_kv_heads
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    if num_tokens:
-        block_heads = 8 if num_kv_heads >= 8 else 4
-        block_half = support.next_power_of_2(head_dim // 2)
-        pdl = support.uses_pdl(qkv)
-        _kernel[(num_tokens, -(-num_heads // block_heads) + 2 * -(-num_kv_heads // block_heads))](
-            qkv,
-            *(norms or (qkv, qkv)),
-            rope,
-            out_loc,
-            q,
-            k_pool,
-            v_pool,
-            qkv.stride(0),
-            eps,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_heads=block_heads,
-            block_half=block_half,
-            has_norms=norms is not None,
-            pdl=pdl,
-            num_warps=max(1, block_heads * block_half // 256),  # 8 elements of each half per thread
-            launch_pdl=pdl,
-        )
+    if not num_tokens:
+        return q
+    q_norm, k_norm = norms or (qkv, qkv)
+    tensors = (qkv, q_norm, k_norm, rope, out_loc, q, k_pool, v_pool)
+    fits = head_dim in _CUDA_HEAD_DIMS and qkv.stride(0) % 8 == 0
+    kernels = cuda.layer_kernels(qkv) if fits else None
+    if kernels is not None:
+        kernels.norm_rope_store(*tensors, eps, norms is not None)
+        return q
+    block_heads = 8 if num_kv_heads >= 8 else 4
+    block_half = support.next_power_of_2(head_dim // 2)
+    pdl = support.uses_pdl(qkv)
+    _kernel[(num_tokens, -(-num_heads // block_heads) + 2 * -(-num_kv_heads // block_heads))](
+        *tensors,
+        qkv.stride(0),
+        eps,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_heads=block_heads,
+        block_half=block_half,
+        has_norms=norms is not None,
+        pdl=pdl,
+        num_warps=max(1, block_heads * block_half // 256),  # 8 elements of each half per thread
+        launch_pdl=pdl,
+    )
     return q
 
 
 @jit
 def _kernel(
-    qkv: Any,
-    q_norm: Any,
-    k_norm: Any,
-    rope: Any,
-    out_loc: Any,
-    q_out: Any,
-    k_pool: Any,
-    v_pool: Any,
-    qkv_stride: Any,
-    eps: Any,
+    qkv: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    rope: tl.tensor,
+    out_loc: tl.tensor,
+    q_out: tl.tensor,
+    k_pool: tl.tensor,
+    v_pool: tl.tensor,
+    qkv_stride: tl.tensor,
+    eps: tl.tensor,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -105,7 +107,8 @@ def _kernel(
     is_q = block < q_blocks
     is_v = block >= q_blocks + kv_blocks
 
-    dims = tl.arange(0, block_half)[None, :]
+    # As wide as a tile everywhere: what all heads share is loaded in their layout then, 16 bytes at a time.
+    dims = tl.broadcast_to(tl.arange(0, block_half)[None, :], (block_heads, block_half))
     heads = tl.where(is_q, block, (block - q_blocks) % kv_blocks) * block_heads + tl.arange(0, block_heads)[:, None]
     inside = (heads < tl.where(is_q, num_heads, num_kv_heads)) & (dims < half)
     low = heads * head_dim + dims
@@ -124,24 +127,23 @@ def _kernel(
 
     x_1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     x_2 = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    angles = rope + token * (2 * head_dim) + dims
+    cos = tl.load(angles, mask=(dims < half) & (not is_v)).to(tl.float32)
+    sin = tl.load(angles + 3 * half, mask=(dims < half) & (not is_v)).to(tl.float32)
+    location = tl.load(out_loc + token).to(tl.int64) * (num_kv_heads * head_dim)
+
+    dtype = q_out.dtype.element_ty
     target = q_out + token * (num_heads * head_dim)
     if not is_q:
-        location = tl.load(out_loc + token).to(tl.int64) * (num_kv_heads * head_dim)
         target = k_pool + location
         if is_v:
             target = v_pool + location
-    dtype = q_out.dtype.element_ty
     if not is_v:
         if has_norms:
-            mean_square = (
-                tl.sum(x_1 * x_1, axis=1, keep_dims=True) + tl.sum(x_2 * x_2, axis=1, keep_dims=True)
-            ) / head_dim
-            inverse = tl.rsqrt(mean_square + eps)
+            squares = tl.sum(x_1 * x_1 + x_2 * x_2, axis=1, keep_dims=True)
+            inverse = tl.rsqrt(squares / head_dim + eps)
             x_1 = ((x_1 * inverse).to(dtype).to(tl.float32) * scale_1).to(dtype).to(tl.float32)
             x_2 = ((x_2 * inverse).to(dtype).to(tl.float32) * scale_2).to(dtype).to(tl.float32)
-        angles = rope + token * (2 * head_dim) + dims
-        cos = tl.load(angles, mask=dims < half).to(tl.float32)
-        sin = tl.load(angles + 3 * half, mask=dims < half).to(tl.float32)
         turned_1 = x_1 * cos - x_2 * sin
         x_2 = x_2 * cos + x_1 * sin
         x_1 = turned_1

@@ -1,12 +1,10 @@
-"""The gated activation of MLPs in one pass: Triton, or the twin."""
+"""The gated activation of MLPs in one pass: CUDA C++, Triton, or the twin."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import cuda, reference
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
@@ -28,15 +26,20 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return reference.silu_and_mul(gate_up)
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
-    if num_tokens:
-        pdl = support.uses_pdl(out)
-        grid = (num_tokens, -(-width // _BLOCK))
-        _kernel[grid](gate_up, out, width=width, block=_BLOCK, pdl=pdl, num_warps=4, launch_pdl=pdl)
+    if not num_tokens:
+        return out
+    kernels = cuda.layer_kernels(out) if width % 8 == 0 else None
+    if kernels is not None:
+        kernels.silu_and_mul(gate_up, out)
+        return out
+    pdl = support.uses_pdl(out)
+    grid = (num_tokens, -(-width // _BLOCK))
+    _kernel[grid](gate_up, out, width=width, block=_BLOCK, pdl=pdl, num_warps=4, launch_pdl=pdl)
     return out
 
 
 @jit
-def _kernel(gate_up: Any, out: Any, width: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr) -> None:
+def _kernel(gate_up: tl.tensor, out: tl.tensor, width: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr) -> None:
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)

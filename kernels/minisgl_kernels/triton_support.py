@@ -6,6 +6,7 @@ with a Triton kernel.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from functools import cache
@@ -19,7 +20,9 @@ try:
     import triton
     import triton.language as tl
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:
+except ImportError as error:
+    if torch.version.cuda is not None:
+        logging.getLogger(__name__).warning("no Triton, so GPU kernels run as plain torch, which is slower: %s", error)
     triton = tl = gdc_launch_dependents = gdc_wait = None
 
 __all__ = ["gdc_launch_dependents", "gdc_wait", "jit", "next_power_of_2", "runs_kernels", "tl", "uses_pdl"]

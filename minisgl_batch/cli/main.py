@@ -22,6 +22,7 @@ COMMANDS = {
     "cancel": "Stop a job; finished rows stay.",
     "jobs": "List jobs, newest first.",
     "workers": "List living workers.",
+    "bench": "Measure the engine alone on standard workloads.",
 }
 EXIT_CODES = """\b
 Exit codes:

@@ -66,6 +66,13 @@ engine_options = _all(
     _engine_option("--attention-backend", "A backend, or PREFILL,DECODE.", default="auto", metavar="NAME"),
     _engine_option("--cache", "Reuse prefixes, or not.", type=click.Choice(get_args(CacheKind)), default="radix"),
     _engine_option("--overlap/--no-overlap", "Prepare a step while another runs.", default=None),
+    _engine_option(
+        "--cuda-graph-max-bs", "Largest decode step to capture as a CUDA graph; 0: none.", type=int, metavar="N"
+    ),
+    _engine_option("--mixed/--no-mixed", "Let decode rows and prompts share steps.", default=None),
+    _engine_option(
+        "--share-prefixes/--no-share-prefixes", "Attend to a common prefix once for all its rows.", default=True
+    ),
     _engine_option("--dummy-weights", "Random weights, for benchmarks.", is_flag=True),
     _engine_option("--device", "Where to compute.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
     _engine_option("--served-model-name", "What jobs call the model.", metavar="NAME"),

@@ -15,7 +15,7 @@ import numpy as np
 
 from minisgl_batch.batch import IntArray
 from minisgl_batch.kvcache.base import EMPTY_PAGES, PrefixCache, PrefixHandle
-from minisgl_kernels.reference import common_prefix_len
+from minisgl_kernels.common_prefix import common_prefix_len
 
 
 class RadixNode:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import cuda, reference
 from minisgl_kernels.add_rms_norm import add_rms_norm
 from minisgl_kernels.embedding import embedding
 from minisgl_kernels.norm_rope_store import norm_rope_store
@@ -17,6 +17,15 @@ from tests.kernels.errors import DTYPES, assert_close
 real_sizes = pytest.param(True, marks=pytest.mark.gpu, id="real sizes")
 at_all_sizes = pytest.mark.parametrize("real", [pytest.param(False, id="small"), real_sizes])
 in_all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(params=["Triton", pytest.param("CUDA C++", marks=pytest.mark.gpu)], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test runs with both, where both are."""
+    if request.param == "Triton":
+        monkeypatch.setattr(cuda, "layer_kernels", lambda _: None)
+    elif cuda.layer_kernels(torch.empty(0, dtype=torch.bfloat16, device="cuda")) is None:
+        pytest.skip("needs a Hopper GPU, nvcc, ninja and tvm-ffi")
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minisgl_kernels.reference import (
-    common_prefix_len,
     filter_logits,
     gumbel_noise,
     noise_keys,
@@ -19,14 +15,6 @@ from minisgl_kernels.reference import (
     silu_and_mul,
     store_kv,
 )
-
-int32_lists = st.lists(st.integers(-5, 5), max_size=12)
-
-
-@given(int32_lists, int32_lists)
-def test_common_prefix_is_that_of_the_lists(a: list[int], b: list[int]) -> None:
-    want = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    assert common_prefix_len(np.array(a, np.int32), np.array(b, np.int32)) == want
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,40 @@
+// silu(gate) * up, one thread per eight outputs. Called through `silu_and_mul.py`, which describes the arguments.
+
+#include "common.cuh"
+
+namespace minisgl {
+
+template <typename T>
+__global__ void silu_and_mul_kernel(const T* gate_up, T* out, int width) {
+  const int64_t row = blockIdx.x;
+  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kVector;
+  wait_for_inputs();
+  if (column >= width) return;
+  const T* gates = gate_up + row * 2 * width + column;
+  const Vector<T> gate = Vector<T>::load(gates), up = Vector<T>::load(gates + width);
+  float x[kVector], y[kVector];
+  gate.widen_to(x);
+  up.widen_to(y);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) x[i] = __fdividef(x[i], 1.0f + __expf(-x[i]));
+  Vector<T>::round(x).widen_to(x);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) x[i] *= y[i];
+  Vector<T>::round(x).store(out + row * width + column);
+}
+
+#ifndef MINISGL_EMULATE
+void silu_and_mul(TensorView gate_up, TensorView out) {
+  constexpr int kThreads = 128;
+  const int num_tokens = out.size(0), width = out.size(1);
+  const dim3 grid(num_tokens, (width / kVector + kThreads - 1) / kThreads);
+  with_type(out, [&](auto element) {
+    using T = decltype(element);
+    launch(silu_and_mul_kernel<T>, grid, kThreads, out.device(), data<T>(gate_up), data<T>(out), width);
+  });
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(silu_and_mul, silu_and_mul);
+#endif
+
+}  // namespace minisgl

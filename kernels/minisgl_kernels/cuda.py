@@ -1,0 +1,70 @@
+"""The layer kernels in CUDA C++, compiled at first use for the GPU at hand, through apache-tvm-ffi.
+
+They do what the Triton kernels of the same names do, and a launch takes the host a third of the time, which counts in
+steps that no CUDA graph holds. For Hopper; elsewhere, and where nvcc, ninja or tvm-ffi is missing, Triton's run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.resources import as_file, files
+from typing import NamedTuple
+
+import torch
+
+from minisgl_kernels import cpp
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class LayerKernels(NamedTuple):
+    """Each writes to tensors that its caller allocates; rows start at multiples of 16 bytes."""
+
+    add_rms_norm: Callable[..., None]
+    norm_rope_store: Callable[..., None]
+    silu_and_mul: Callable[..., None]
+
+
+def layer_kernels(x: torch.Tensor) -> LayerKernels | None:
+    """The kernels for x's type, on x's GPU; None where they don't run."""
+    return _load(x.device) if x.dtype in _DTYPES else None
+
+
+@cache
+def _load(device: torch.device) -> LayerKernels | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        module = import_module("tvm_ffi").load_module(build())
+        return LayerKernels(*(module[name] for name in LayerKernels._fields))
+    except (ImportError, OSError, RuntimeError) as error:
+        logger.warning("the CUDA C++ kernels can't be built and Triton's run, which start more slowly: %s", error)
+        return None
+
+
+def build() -> str:
+    """Compile the kernels, or find them compiled; returns the library's path.
+
+    Raises:
+        ImportError: there is no tvm-ffi.
+        RuntimeError: the compiler is missing or failed.
+    """
+    tvm_ffi_cpp = import_module("tvm_ffi.cpp")
+    with as_file(files("minisgl_kernels") / "csrc") as folder:
+        sources = [folder / f"{name}.cu" for name in LayerKernels._fields]
+        text = b"".join(path.read_bytes() for path in [*sources, folder / "common.cuh"])
+        identity = hashlib.sha256(text).hexdigest()[:16]
+        path: str = tvm_ffi_cpp.build(
+            name="layer_kernels",
+            sources=[str(path) for path in sources],
+            build_directory=str(cpp.cache_dir() / f"layer_kernels-{identity}"),
+            # An nvcc on the PATH that is a script says nothing about where its libraries are.
+            extra_ldflags=["-L/usr/local/cuda/lib64"],
+        )
+    return path

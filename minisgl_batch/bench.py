@@ -1,0 +1,206 @@
+"""Throughput of the engine alone, on token ids, without tokenizer or queue: standard workloads and model shapes.
+
+    U   256 prompts of 100 to 1,024 random ids, as many tokens each out
+    S   1,024 prompts with 512 ids in common and 32 to 256 of their own, 32 to 512 tokens out
+    P   the same with 2,048 ids in common
+
+Random numbers come from Python's `random` with fixed seeds, so that other engines can be given the same. Temperature
+0.6, end-of-sequence tokens ignored. Called by `minisgl-batch bench`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl_batch.config import EngineConfig
+from minisgl_batch.errors import InvalidParameterError
+from minisgl_batch.hub import model_path
+from minisgl_batch.messages import AddRequests, EngineStats, NewRequest, Ready, StepOutput
+from minisgl_batch.models.config import load_model_config
+from minisgl_batch.sampling_params import EngineSampling
+from minisgl_batch.scheduler.factory import make_scheduler
+from minisgl_batch.scheduler.source import LocalSource
+
+TEMPERATURE = 0.6
+MAX_ID = 10_000
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-14b": _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 40,
+        "tie_word_embeddings": False,
+    },
+}
+"""Shapes to measure with dummy weights, as config.json has them."""
+
+Prompts = list[tuple[list[int], int]]
+
+
+def workload(name: str) -> Prompts:
+    """(token ids, tokens to generate) of each prompt.
+
+    Raises:
+        InvalidParameterError: there is no such workload.
+    """
+    if name == "U":
+        rng = random.Random(0)
+        prompts = [[rng.randint(0, MAX_ID) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+        return [(prompt, rng.randint(100, 1024)) for prompt in prompts]
+    shared = {"S": (1, 512), "P": (2, 2048)}.get(name)
+    if shared is None:
+        raise InvalidParameterError("workload", f"{name!r} is unknown; known ones are U, S, P")
+    seed, length = shared
+    rng = random.Random(seed)
+    prefix = [rng.randint(0, MAX_ID) for _ in range(length)]
+    prompts = [prefix + [rng.randint(0, MAX_ID) for _ in range(rng.randint(32, 256))] for _ in range(1024)]
+    return [(prompt, rng.randint(32, 512)) for prompt in prompts]
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """One run: a line of JSON."""
+
+    engine: str
+    workload: str
+    model: str
+    tp: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    seconds: float
+    output_tok_s: float
+    num_steps: int
+    num_retractions: int
+    startup_s: float
+    peak_memory_mb: int
+    gpu: str
+
+    def line(self, **more: Any) -> str:
+        return json.dumps(asdict(self) | more)
+
+
+class Bench:
+    """An engine that is ready to be measured.
+
+    Args:
+        config: `model` may be one of SHAPES, with dummy weights.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        started = time.perf_counter()
+        self._model = config.model
+        self._source = LocalSource()
+        with _model_folder(config) as resolved:
+            self._vocab_size = load_model_config(model_path(resolved.model)).vocab_size
+            self._scheduler = make_scheduler(resolved, self._source)
+        ready = self._source.outbox.popleft()
+        assert isinstance(ready, Ready)
+        self._loop = self._scheduler.loop()
+        self._next_uid = 0
+        self._generate([([1, 2, 3, 4], 8)] * 4)
+        self._startup_s = time.perf_counter() - started
+        self.description = ready.description
+
+    def run(self, name: str) -> BenchResult:
+        """Generate a whole workload, from an empty prefix cache."""
+        prompts = workload(name)
+        self._scheduler.cache.reset()
+        before = self._scheduler.stats()
+        seconds, num_tokens = self._generate(prompts)
+        stats = self._scheduler.stats()
+        assert num_tokens == sum(num for _, num in prompts)
+        return BenchResult(
+            engine="minisgl-batch",
+            workload=name,
+            model=self._model,
+            tp=1,
+            prompt_tokens=sum(len(prompt) for prompt, _ in prompts),
+            cached_tokens=stats.cached_tokens - before.cached_tokens,
+            output_tokens=num_tokens,
+            seconds=round(seconds, 3),
+            output_tok_s=round(num_tokens / seconds, 1),
+            num_steps=stats.num_steps - before.num_steps,
+            num_retractions=stats.num_retractions - before.num_retractions,
+            startup_s=round(self._startup_s, 1),
+            peak_memory_mb=_peak_memory_mb(),
+            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        )
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    def _generate(self, prompts: Prompts) -> tuple[float, int]:
+        """Seconds for the whole call, and how many tokens came."""
+        started = time.perf_counter()
+        requests = []
+        for prompt, num_tokens in prompts:
+            sampling = EngineSampling(max_tokens=num_tokens, temperature=TEMPERATURE, seed=self._next_uid)
+            # Small vocabularies don't have all ids; the lengths and what is in common stay as they are.
+            ids = np.array(prompt, dtype=np.int32) % self._vocab_size
+            requests.append(NewRequest(self._next_uid, ids.tobytes(), sampling))
+            self._next_uid += 1
+        self._source.inbox.append(AddRequests(requests))
+        outputs: dict[int, list[int]] = {request.uid: [] for request in requests}
+        left = len(requests)
+        while left:
+            next(self._loop)
+            while self._source.outbox:
+                step = self._source.outbox.popleft()
+                assert isinstance(step, StepOutput)
+                uids = np.frombuffer(step.uids, dtype=np.int64).tolist()
+                for uid, token in zip(uids, np.frombuffer(step.tokens, dtype=np.int32).tolist(), strict=True):
+                    outputs[uid].append(token)
+                left -= len(step.finish) - step.finish.count(0)
+        return time.perf_counter() - started, sum(len(tokens) for tokens in outputs.values())
+
+
+@contextmanager
+def _model_folder(config: EngineConfig) -> Iterator[EngineConfig]:
+    """The config with a shape's name replaced by a folder that holds its config.json."""
+    shape = SHAPES.get(config.model)
+    if shape is None:
+        yield config
+        return
+    if not config.dummy_weights:
+        raise InvalidParameterError("model", f"{config.model} is a shape without weights: add --dummy-weights")
+    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        yield replace(config, model=folder)
+
+
+def _peak_memory_mb() -> int:
+    return torch.cuda.max_memory_allocated() >> 20 if torch.cuda.is_available() else 0

@@ -1,0 +1,52 @@
+"""`minisgl-batch bench`: the engine's throughput on standard workloads, a JSON line per run."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import click
+
+from minisgl_batch.cli.options import engine_config, engine_options, model_option
+from minisgl_batch.cli.worker import require_engine
+
+_PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "transformers")
+
+
+@click.command()
+@click.argument("workloads", nargs=-1, required=True, metavar="WORKLOAD...")
+@model_option
+@engine_options
+@click.option("--repeat", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Runs of each.")
+@click.option("--commit", metavar="ID", default="", help="What to say was measured.")
+def bench(workloads: tuple[str, ...], repeat: int, commit: str, **options: Any) -> None:
+    """Measure the engine alone on standard workloads.
+
+    WORKLOAD is U (nothing in common), S (512 ids in common) or P (2,048 ids in common). MODEL may also be a shape,
+    qwen3-0.6b or qwen3-14b, with --dummy-weights. Prints a line of JSON per run.
+    """
+    require_engine()
+    from minisgl_batch.bench import Bench, workload
+
+    for name in workloads:
+        workload(name)  # a wrong name shows before the model is loaded
+    engine = Bench(engine_config(options))
+    about = {
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "options": {**engine.description, "max_running": options["max_running"]},
+        "commit": commit,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": "minisgl-batch " + " ".join(sys.argv[1:]),
+    }
+    for name in workloads:
+        for _ in range(repeat):
+            click.echo(engine.run(name).line(**about))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

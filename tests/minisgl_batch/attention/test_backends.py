@@ -1,0 +1,119 @@
+"""Every attention backend against attention row by row: ragged rows, cached prefixes, shared prefixes, graphs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from minisgl_batch.attention.base import AttnHeads, GraphBackend
+from minisgl_batch.attention.registry import resolve_backend
+from minisgl_batch.batch import ForwardBatch
+from minisgl_batch.errors import InvalidParameterError
+from tests.minisgl_batch.attention.steps import PagedCase, random_rows, relative_error
+
+GPU_BACKENDS = ["fa,fi", "fi,fi", "fa", "triton"]
+gpu = pytest.mark.gpu
+
+
+def heads_of(group: int, head_dim: int, num_kv_heads: int = 2) -> AttnHeads:
+    return AttnHeads(num_kv_heads * group, num_kv_heads, head_dim, head_dim**-0.5)
+
+
+def case(name: str, group: int, head_dim: int, page_size: int, max_kv_len: int = 700) -> PagedCase:
+    dtype, device = (torch.float32, "cpu") if name == "torch" else (torch.bfloat16, "cuda")
+    return PagedCase(name, heads_of(group, head_dim), page_size, max_kv_len, dtype, torch.device(device))
+
+
+def steps_of(paged: PagedCase) -> None:
+    paged.check(random_rows(20, 0, paged.max_kv_len), num_decode=20)
+    paged.check(random_rows(0, 9, paged.max_kv_len), num_decode=0)
+    paged.check(random_rows(7, 5, paged.max_kv_len), num_decode=7)
+    paged.check([(3, 1, 1)], num_decode=1)
+    paged.check([(3, 1, 1)], num_decode=0)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("group", [1, 3])
+def test_torch_backend(group: int, page_size: int) -> None:
+    steps_of(case("torch", group, 8, page_size, max_kv_len=50))
+
+
+@gpu
+@pytest.mark.parametrize("name", GPU_BACKENDS)
+@pytest.mark.parametrize(("group", "head_dim", "page_size"), [(2, 128, 16), (5, 128, 16), (4, 128, 1)])
+def test_gpu_backend(name: str, group: int, head_dim: int, page_size: int) -> None:
+    steps_of(case(name, group, head_dim, page_size))
+
+
+@gpu
+@pytest.mark.full
+@pytest.mark.parametrize("name", GPU_BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 8])
+def test_gpu_backend_matrix(name: str, group: int, head_dim: int, page_size: int) -> None:
+    steps_of(case(name, group, head_dim, page_size))
+
+
+@gpu
+@pytest.mark.parametrize("group", [2, 5])
+@pytest.mark.parametrize("groups", [[(30, 20)], [(9, 3), (12, 30), (2, 1)], [(2, 1), (2, 2), (2, 3), (2, 4)]])
+def test_two_levels_give_what_one_gives(group: int, groups: list[tuple[int, int]]) -> None:
+    paged = case("fa,fi", group, 128, 16)
+    shared = paged.share_prefixes(groups)
+    rows = []
+    for num_rows, num_pages in groups:
+        rows += [(len(rows) + i, 1, random.randint(num_pages * 16 + 1, 700)) for i in range(num_rows)]
+    rows += [(slot, 1, random.randint(1, 700)) for slot in range(len(rows), len(rows) + 5)]
+    paged.check(rows, num_decode=len(rows), shared=shared)
+    paged.check(rows, num_decode=len(rows))
+
+
+@gpu
+@pytest.mark.parametrize("shared", [False, True], ids=["one level", "two levels"])
+@pytest.mark.parametrize("group", [2, 5])
+def test_graph_follows_rows_and_groups(group: int, shared: bool) -> None:
+    """One captured step serves other rows, lengths and groups, with padding rows behind them."""
+    paged = case("fa,fi", group, 128, 16)
+    backend, buffers, size = paged.backend, paged.buffers, 40
+    assert isinstance(backend, GraphBackend)
+    assert buffers is not None
+    q = paged.queries(size)
+    captured = ForwardBatch(**dict.fromkeys(ForwardBatch.__slots__))  # type: ignore[arg-type]
+    captured.attention = backend.prepare_capture(size, shared=shared)
+
+    def run() -> torch.Tensor:
+        buffers.derive(size, paged.page_table, paged.token_pool)
+        return backend.forward(q, 0, paged.spec, captured)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        for num_rows in (40, 33, 35):
+            groups = [(random.randint(2, 14), random.randint(1, 20)) for _ in range(2)]
+            prefixes = paged.share_prefixes(groups) if shared else None
+            least = [num_pages * 16 + 1 for n, num_pages in groups for _ in range(n)] if shared else []
+            least += [1] * (num_rows - len(least))
+            rows = [(slot, 1, random.randint(kv_len, 700)) for slot, kv_len in enumerate(least)]
+            q.normal_()
+            backend.prepare_replay(paged.batch(rows, num_rows, prefixes).host, size)
+            graph.replay()
+            stream.synchronize()
+            assert relative_error(out[:num_rows], paged.expected(q[:num_rows], rows)) < 1e-2
+            assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("name", ["magic", "fa,fi", "triton", "fa,magic"])
+def test_backend_that_cannot_run_here_is_named(name: str) -> None:
+    with pytest.raises(InvalidParameterError, match=name):
+        resolve_backend(name, torch.device("cpu"), has_window=False)
+
+
+def test_windows_are_refused_where_they_are_not_served() -> None:
+    with pytest.raises(InvalidParameterError, match="triton"):
+        resolve_backend("fa,fi", torch.device("cuda"), has_window=True)
