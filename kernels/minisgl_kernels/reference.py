@@ -16,6 +16,7 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from minisgl_kernels.decode_inputs import PageLists
     from minisgl_kernels.gumbel import SamplingRows
+    from minisgl_kernels.paged_attention import PagedRows
 
 # ------------------------------------------------------------------ layers
 
@@ -208,6 +209,37 @@ def decode_attention(
         k, v = gather_kv(k_pool, pages, kv_len), gather_kv(v_pool, pages, kv_len)
         out[i : i + 1] = attend(q[i : i + 1], k, v, scale, window)
     return out
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    rows: PagedRows,
+    scale: float,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The twin of `minisgl_kernels.paged_attention`, row by row. Reads lengths back, so no CUDA graph can hold it."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    q_starts = range(len(q) + 1) if rows.q_starts is None else rows.q_starts.tolist()
+    for i, (slot, kv_len) in enumerate(zip(rows.slots.tolist(), rows.kv_lens.tolist(), strict=True)):
+        mine = slice(q_starts[i], q_starts[i + 1])
+        pages = rows.page_table[slot, : -(-kv_len // k_pool.shape[1])]
+        k, v = gather_kv(k_pool, pages, kv_len), gather_kv(v_pool, pages, kv_len)
+        out[mine] = attend(q[mine], k, v, scale, window)
+        lse[mine] = _log_sum_exp(q[mine], k, scale, window)
+    return out, lse
+
+
+def _log_sum_exp(q: torch.Tensor, k: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    """(q_len, num_heads) float32: of the scores that `attend` takes the softmax of."""
+    queries = q.float().unflatten(1, (k.shape[1], -1))  # (q_len, num_kv_heads, group, head_dim)
+    scores = torch.einsum("qkgd,tkd->qkgt", queries, k.float()) * scale
+    mask = _causal_mask(len(q), len(k), window, q.device)
+    if mask is not None:
+        scores.masked_fill_(~mask[:, None, None], -torch.inf)
+    return scores.logsumexp(dim=-1).flatten(1)
 
 
 def merge_states(

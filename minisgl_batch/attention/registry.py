@@ -26,7 +26,6 @@ from minisgl_batch.kvcache.mha_pool import MHAKVCache
 
 _WHOLE = {
     "torch": "minisgl_batch.attention.torch:TorchAttention",
-    "triton": "minisgl_batch.attention.triton:TritonAttention",
     "fa": "minisgl_batch.attention.fa:FlashAttnBackend",
 }
 _HYBRID = ("fa,fi", "fi,fi")
@@ -64,8 +63,8 @@ def resolve_backend(name: str, device: torch.device, *, has_window: bool) -> str
         raise InvalidParameterError("attention_backend", f"{name!r} doesn't run on a CPU; torch does")
     if name == "auto":
         return _best(device, has_window=has_window)
-    if name not in _WHOLE and name not in _HYBRID:
-        known = ", ".join(["auto", *sorted(_WHOLE), "fi", "'fa,fi'"])
+    if name not in (*_WHOLE, *_HYBRID, "triton"):
+        known = ", ".join(["auto", *sorted(_WHOLE), "triton", "fi", "'fa,fi'"])
         raise InvalidParameterError("attention_backend", f"{name!r} is unknown; known ones are {known}")
     if has_window and name in _HYBRID:
         raise InvalidParameterError("attention_backend", f"{name!r} runs no models with sliding windows; triton does")
@@ -77,6 +76,10 @@ def make_backend(name: str, setup: BackendSetup) -> AttentionBackend:
     if name in _WHOLE:
         backend: AttentionBackend = _load(_WHOLE[name])(setup.pool)
         return backend
+    if name == "triton":
+        from minisgl_batch.attention.triton import TritonAttention
+
+        return TritonAttention(setup.pool, setup.make_buffers())
     from minisgl_batch.attention.fi import FlashInferDecode, FlashInferExtend
     from minisgl_batch.attention.hybrid import HybridBackend
     from minisgl_batch.attention.parts import ExtendPart, TwoLevelPart

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from minisgl_batch.attention.base import AttentionBackend, AttnHeads, AttnSpec
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
 from minisgl_batch.attention.registry import BackendSetup, make_backend
-from minisgl_batch.batch import NO_EDITS, ForwardBatch, ScheduledBatch, SharedPrefixes
+from minisgl_batch.batch import NO_EDITS, ForwardBatch, IntArray, ScheduledBatch, SharedPrefixes
 from minisgl_batch.engine.transfer import CudaTransfer
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
 from minisgl_kernels import reference
@@ -55,9 +56,10 @@ class PagedCase:
         self.buffers: DecodeBuffers | None = None
 
         def make_buffers() -> DecodeBuffers:
-            transfer = CudaTransfer(self.device, 1 << 20, MAX_ROWS)
+            on_gpu = self.device.type == "cuda"
+            upload_into = CudaTransfer(self.device, 1 << 20, MAX_ROWS).upload_into if on_gpu else copy_into
             self.buffers = DecodeBuffers(
-                MAX_ROWS, max_pages, MAX_GROUPS, self.page_size, MAX_ROWS, self.device, transfer.upload_into
+                MAX_ROWS, max_pages, MAX_GROUPS, self.page_size, MAX_ROWS, self.device, upload_into
             )
             return self.buffers
 
@@ -131,6 +133,12 @@ class PagedCase:
         want = self.expected(q, rows)
         assert got.shape == want.shape
         assert relative_error(got, want) < (1e-2 if self.dtype == torch.bfloat16 else 1e-5)
+
+
+def copy_into(target: torch.Tensor, arrays: Sequence[IntArray]) -> None:
+    """`CudaTransfer.upload_into` where there is no GPU."""
+    values = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+    target[: len(values)] = values
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
