@@ -30,6 +30,7 @@ from minisgl_batch.messages import AddRequests, EngineStats, NewRequest, Ready, 
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.factory import make_scheduler
+from minisgl_batch.scheduler.scheduler import Scheduler
 from minisgl_batch.scheduler.source import LocalSource
 
 TEMPERATURE = 0.6
@@ -123,13 +124,12 @@ class Bench:
     def __init__(self, config: EngineConfig) -> None:
         started = time.perf_counter()
         self._model = config.model
-        self._source = LocalSource()
+        self.source = LocalSource()
         with _model_folder(config) as resolved:
             self._vocab_size = load_model_config(model_path(resolved.model)).vocab_size
-            self._scheduler = make_scheduler(resolved, self._source)
-        ready = self._source.outbox.popleft()
+            self.use(make_scheduler(resolved, self.source))
+        ready = self.source.outbox.popleft()
         assert isinstance(ready, Ready)
-        self._loop = self._scheduler.loop()
         self._next_uid = 0
         self._generate([([1, 2, 3, 4], 8)] * 4)
         self._startup_s = time.perf_counter() - started
@@ -138,10 +138,10 @@ class Bench:
     def run(self, name: str) -> BenchResult:
         """Generate a whole workload, from an empty prefix cache."""
         prompts = workload(name)
-        self._scheduler.cache.reset()
-        before = self._scheduler.stats()
+        self.scheduler.cache.reset()
+        before = self.scheduler.stats()
         seconds, num_tokens = self._generate(prompts)
-        stats = self._scheduler.stats()
+        stats = self.scheduler.stats()
         assert num_tokens == sum(num for _, num in prompts)
         return BenchResult(
             engine="minisgl-batch",
@@ -160,8 +160,18 @@ class Bench:
             gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         )
 
+    def use(self, scheduler: Scheduler) -> None:
+        """Measure this scheduler from now on; its source is `source`."""
+        self.scheduler = scheduler
+        self._loop = scheduler.loop()
+
+    def tick(self) -> None:
+        """One tick of the scheduler's loop, whose output nobody wants."""
+        next(self._loop)
+        self.source.outbox.clear()
+
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        return self.scheduler.stats()
 
     def _generate(self, prompts: Prompts) -> tuple[float, int]:
         """Seconds for the whole call, and how many tokens came."""
@@ -173,13 +183,13 @@ class Bench:
             ids = np.array(prompt, dtype=np.int32) % self._vocab_size
             requests.append(NewRequest(self._next_uid, ids.tobytes(), sampling))
             self._next_uid += 1
-        self._source.inbox.append(AddRequests(requests))
+        self.source.inbox.append(AddRequests(requests))
         outputs: dict[int, list[int]] = {request.uid: [] for request in requests}
         left = len(requests)
         while left:
             next(self._loop)
-            while self._source.outbox:
-                step = self._source.outbox.popleft()
+            while self.source.outbox:
+                step = self.source.outbox.popleft()
                 assert isinstance(step, StepOutput)
                 uids = np.frombuffer(step.uids, dtype=np.int64).tolist()
                 for uid, token in zip(uids, np.frombuffer(step.tokens, dtype=np.int32).tolist(), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minisgl_batch.config import EngineConfig
+from minisgl_batch.config import CacheKind, EngineConfig
 from minisgl_batch.engine.engine import Engine
 from minisgl_batch.kvcache.base import PrefixCache
 from minisgl_batch.kvcache.naive import NaiveCache
@@ -20,22 +20,7 @@ def make_scheduler(config: EngineConfig, source: MessageSource) -> Scheduler:
     """
     engine = Engine(config)
     options = engine.options
-    cache: PrefixCache = {"radix": RadixCache, "naive": NaiveCache}[config.cache](options.page_size)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_pages=engine.num_pages,
-            page_size=options.page_size,
-            max_running=options.max_running,
-            max_seq_len=engine.max_seq_len,
-            max_prefill_tokens=options.max_prefill_tokens,
-            overlap=options.overlap,
-            mixed=options.mixed,
-            sharing=engine.sharing_costs,
-        ),
-        engine,
-        cache,
-        source,
-    )
+    scheduler = Scheduler(scheduler_config(engine), engine, prefix_cache(config.cache, options.page_size), source)
     source.send(
         Ready(
             max_seq_len=engine.max_seq_len,
@@ -46,3 +31,23 @@ def make_scheduler(config: EngineConfig, source: MessageSource) -> Scheduler:
         )
     )
     return scheduler
+
+
+def scheduler_config(engine: Engine) -> SchedulerConfig:
+    """How an engine is scheduled for its own options and the memory that it found."""
+    options = engine.options
+    return SchedulerConfig(
+        num_pages=engine.num_pages,
+        page_size=options.page_size,
+        max_running=options.max_running,
+        max_seq_len=engine.max_seq_len,
+        max_prefill_tokens=options.max_prefill_tokens,
+        overlap=options.overlap,
+        mixed=options.mixed,
+        sharing=engine.sharing_costs,
+    )
+
+
+def prefix_cache(kind: CacheKind, page_size: int) -> PrefixCache:
+    """The prefix cache of a kind."""
+    return {"radix": RadixCache, "naive": NaiveCache}[kind](page_size)

@@ -1,0 +1,106 @@
+"""Where a decode step's time goes on a GPU, by kernel, and how long a step takes at some batch sizes.
+
+    python -m tests.bench.decode_step --model qwen3-0.6b --context 600
+
+Prints a table of kernels at the largest batch, and a JSON line with the step's time against its floor for each batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from minisgl_batch.bench import SHAPES, Bench
+from minisgl_batch.config import EngineConfig
+from minisgl_batch.messages import AbortRequests, AddRequests, NewRequest
+from minisgl_batch.sampling_params import EngineSampling
+
+READ_BYTES_PER_S = 4.3e12
+BATCHES = (1, 8, 64, 256)
+
+
+def start(bench: Bench, num_rows: int, context: int, first_uid: int) -> list[int]:
+    """Rows that decode from about `context` tokens on."""
+    uids = list(range(first_uid, first_uid + num_rows))
+    requests = [
+        NewRequest(
+            uid,
+            np.random.randint(0, 10_000, context, dtype=np.int32).tobytes(),
+            EngineSampling(max_tokens=4000, temperature=0.6, seed=uid),
+        )
+        for uid in uids
+    ]
+    bench.source.inbox.append(AddRequests(requests))
+    while bench.stats().num_running < num_rows or bench.stats().num_waiting:
+        bench.tick()
+    for _ in range(20):
+        bench.tick()
+    return uids
+
+
+def step_ms(bench: Bench, num_steps: int) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        bench.tick()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / num_steps * 1000
+
+
+def floor_ms(model: str, num_rows: int, context: float) -> float:
+    """Weights and KV read once at the memory's speed."""
+    shape = SHAPES[model]
+    layers, hidden, head_dim = shape["num_hidden_layers"], shape["hidden_size"], shape["head_dim"]
+    kv = 2 * shape["num_key_value_heads"] * head_dim
+    q = shape["num_attention_heads"] * head_dim
+    weights = layers * hidden * (2 * q + kv + 3 * shape["intermediate_size"]) + hidden * shape["vocab_size"]
+    return 2 * (weights + num_rows * context * layers * kv) / READ_BYTES_PER_S * 1000
+
+
+def kernel_table(bench: Bench, num_steps: int = 8) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_steps):
+            bench.tick()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name].append(event.device_time)
+    total = sum(map(sum, times.values()))
+    print(
+        f"{'us a step':>10} {'launches':>9} {'share':>6}  kernel   ({num_steps} steps, {total / num_steps:.0f} us busy)"
+    )
+    for name, spent in sorted(times.items(), key=lambda item: -sum(item[1]))[:22]:
+        per_step, share = sum(spent) / num_steps, sum(spent) / total
+        print(f"{per_step:10.1f} {len(spent) / num_steps:9.1f} {share:6.1%}  {name[:110]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=list(SHAPES))
+    parser.add_argument("--context", type=int, default=600)
+    parser.add_argument("--no-table", action="store_true")
+    given = parser.parse_args()
+    bench = Bench(EngineConfig(model=given.model, dummy_weights=True, max_running=256))
+    uid = 1 << 20
+    for num_rows in BATCHES:
+        uids = start(bench, num_rows, given.context, uid)
+        uid += num_rows
+        took = step_ms(bench, 50)
+        floor = floor_ms(given.model, num_rows, given.context + 45)
+        line = {"model": given.model, "batch": num_rows, "context": given.context + 45, "step_ms": round(took, 3)}
+        print(json.dumps(line | {"floor_ms": round(floor, 3), "of_floor": round(took / floor, 2)}), flush=True)
+        if num_rows == BATCHES[-1] and not given.no_table:
+            kernel_table(bench)
+        bench.source.inbox.append(AbortRequests(uids))
+        while bench.stats().num_running:
+            bench.tick()
+
+
+if __name__ == "__main__":
+    main()
