@@ -27,8 +27,18 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_range: range) -> to
     num_tokens, size = len(ids), weight.shape[1]
     out = torch.empty((num_tokens, size), dtype=weight.dtype, device=weight.device)
     if num_tokens:
-        grid = (num_tokens, -(-size // _BLOCK))
-        _kernel[grid](ids, weight, out, vocab_range.start, vocab_range.stop, size=size, block=_BLOCK, num_warps=4)
+        num_blocks = -(-size // _BLOCK)
+        _kernel[(num_tokens * num_blocks,)](
+            ids,
+            weight,
+            out,
+            vocab_range.start,
+            vocab_range.stop,
+            size=size,
+            block=_BLOCK,
+            num_blocks=num_blocks,
+            num_warps=4,
+        )
     return out
 
 
@@ -41,10 +51,11 @@ def _kernel(
     vocab_stop: tl.tensor,
     size: tl.constexpr,
     block: tl.constexpr,
+    num_blocks: tl.constexpr,
 ) -> None:
     """One program per token and block of columns."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * block + tl.arange(0, block)
+    token = (tl.program_id(0) // num_blocks).to(tl.int64)
+    columns = tl.program_id(0) % num_blocks * block + tl.arange(0, block)
     inside = columns < size
     row = tl.load(ids + token).to(tl.int64)
     held = (row >= vocab_start) & (row < vocab_stop)

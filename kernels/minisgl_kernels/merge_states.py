@@ -46,7 +46,8 @@ def merge_states(
     if num_tokens:
         block_heads, block_dims = 8, support.next_power_of_2(head_dim)
         pdl = support.uses_pdl(out_a)
-        _kernel[(num_tokens, -(-num_heads // block_heads))](
+        num_blocks = -(-num_heads // block_heads)
+        _kernel[(num_tokens * num_blocks,)](
             out_a,
             lse_a,
             out_b,
@@ -87,8 +88,9 @@ def _kernel(
     pdl: tl.constexpr,
 ) -> None:
     """One program per token and block of heads."""
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
+    num_blocks: tl.constexpr = (num_heads + block_heads - 1) // block_heads
+    token = (tl.program_id(0) // num_blocks).to(tl.int64)
+    heads = tl.program_id(0) % num_blocks * block_heads + tl.arange(0, block_heads)
     dims = tl.arange(0, block_dims)[None, :]
     inside = (heads < num_heads)[:, None] & (dims < head_dim)
     place = (token * num_heads + heads)[:, None] * head_dim + dims

@@ -58,7 +58,8 @@ def norm_rope_store(
     block_heads = 8 if num_kv_heads >= 8 else 4
     block_half = support.next_power_of_2(head_dim // 2)
     pdl = support.uses_pdl(qkv)
-    _kernel[(num_tokens, -(-num_heads // block_heads) + 2 * -(-num_kv_heads // block_heads))](
+    num_blocks = -(-num_heads // block_heads) + 2 * -(-num_kv_heads // block_heads)
+    _kernel[(num_tokens * num_blocks,)](
         *tensors,
         qkv.stride(0),
         eps,
@@ -99,10 +100,10 @@ def _kernel(
 
     A head is held as its two halves, so that the rotation needs no exchange between threads.
     """
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
     q_blocks: tl.constexpr = (num_heads + block_heads - 1) // block_heads
     kv_blocks: tl.constexpr = (num_kv_heads + block_heads - 1) // block_heads
+    token = (tl.program_id(0) // (q_blocks + 2 * kv_blocks)).to(tl.int64)
+    block = tl.program_id(0) % (q_blocks + 2 * kv_blocks)
     half: tl.constexpr = head_dim // 2
     is_q = block < q_blocks
     is_v = block >= q_blocks + kv_blocks

@@ -33,16 +33,25 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         kernels.silu_and_mul(gate_up, out)
         return out
     pdl = support.uses_pdl(out)
-    grid = (num_tokens, -(-width // _BLOCK))
-    _kernel[grid](gate_up, out, width=width, block=_BLOCK, pdl=pdl, num_warps=4, launch_pdl=pdl)
+    num_blocks = -(-width // _BLOCK)
+    _kernel[(num_tokens * num_blocks,)](
+        gate_up, out, width=width, block=_BLOCK, num_blocks=num_blocks, pdl=pdl, num_warps=4, launch_pdl=pdl
+    )
     return out
 
 
 @jit
-def _kernel(gate_up: tl.tensor, out: tl.tensor, width: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr) -> None:
-    """One program per row and block of columns."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * block + tl.arange(0, block)
+def _kernel(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    num_blocks: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """One program per row and block of columns, neighbours side by side in memory."""
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    columns = tl.program_id(0) % num_blocks * block + tl.arange(0, block)
     inside = columns < width
     gates = gate_up + row * 2 * width + columns
     if pdl:

@@ -6,6 +6,7 @@ multiple of 256 tokens). 3 and 2 have not been run by this project. Called by th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,7 @@ import torch
 
 from minisgl_batch.attention.base import AttnSpec
 from minisgl_batch.errors import InvalidParameterError
+from minisgl_kernels.cpp import cache_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ def installed_generation() -> int | None:
 
 
 def _load_4() -> FlashAttention:
+    # It compiles each kind of call for some seconds, and forgets it with the process unless it is told not to.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_dir() / "flash_attn"))
     from flash_attn.cute import flash_attn_varlen_func
 
     def attend(

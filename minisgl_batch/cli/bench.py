@@ -11,6 +11,7 @@ import click
 
 from minisgl_batch.cli.options import engine_config, engine_options, model_option
 from minisgl_batch.cli.worker import require_engine
+from minisgl_workers.process import setup_logging
 
 _PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "transformers")
 
@@ -28,6 +29,7 @@ def bench(workloads: tuple[str, ...], repeat: int, commit: str, **options: Any) 
     qwen3-0.6b or qwen3-14b, with --dummy-weights. Prints a line of JSON per run.
     """
     require_engine()
+    setup_logging("bench")
     from minisgl_batch.bench import Bench, workload
 
     for name in workloads:

@@ -11,12 +11,13 @@ import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 
 from minisgl_batch.attention.base import AttnHeads, ForwardContext, GraphBackend
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
 from minisgl_batch.attention.registry import BackendSetup, make_backend
-from minisgl_batch.batch import ScheduledBatch, SharingCosts
+from minisgl_batch.batch import NO_EDITS, ScheduledBatch, SharingCosts
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.engine import memory
@@ -88,6 +89,8 @@ class Engine:
                 options.attention_backend, BackendSetup(self._pool, self._heads, self._make_buffers)
             )
             self._graphs = self._capture_graphs()
+            if device.type == "cuda":
+                self._warm_up()
         logger.info(
             "%s ready in %.1f s: KV cache of %d tokens in %d pages",
             config.model,
@@ -205,6 +208,24 @@ class Engine:
             upload_into=self._transfer.upload_into,
         )
         return self._buffers
+
+    def _warm_up(self) -> None:
+        """Run the largest step of pieces once, on the dummy row: its kernels are compiled, and its memory is there."""
+        num_tokens = min(self.options.max_prefill_tokens, self.max_seq_len - 1)
+        one = np.array([num_tokens], dtype=np.int32)
+        batch = ScheduledBatch(
+            slots=np.array([self.options.max_running], dtype=np.int32),
+            q_lens=one,
+            kv_lens=one,
+            num_decode=0,
+            new_pages=one[:0],
+            samples=np.array([True]),
+            all_greedy=False,
+            any_filter=False,
+            edits=NO_EDITS,
+        )
+        self._run_eagerly(batch)
+        torch.cuda.synchronize(self._device)
 
     def _capture_graphs(self) -> GraphRunner | None:
         max_rows = min(self.options.cuda_graph_max_bs, self.options.max_running)

@@ -7,6 +7,7 @@ the largest down and are never replayed at the same time. Called by the engine, 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -62,6 +63,16 @@ class GraphRunner:
         """Capture all graphs; the pool and the tables hold nothing yet but the dummy row."""
         started = time.perf_counter()
         memory = torch.cuda.graph_pool_handle()
+        gc.collect()
+        gc.disable()  # a tensor of the device that is collected during a capture would end it
+        try:
+            self._capture_all(memory)
+        finally:
+            gc.enable()
+        num_graphs = len(self._steps) + len(self._samples)
+        logger.info("captured %d CUDA graphs in %.1f s", num_graphs, time.perf_counter() - started)
+
+    def _capture_all(self, memory: Any) -> None:
         costs = self._parts.attention.sharing_costs
         for size in reversed(self._sizes):
             for shared in (False, True) if costs is not None and size >= costs.min_rows else (False,):
@@ -69,8 +80,6 @@ class GraphRunner:
                 self._steps[size, shared] = self._capture(memory, self._step(size, prepared))
         for size in reversed(self._sizes):
             self._samples[size] = self._capture(memory, self._sampling(size))
-        num_graphs = len(self._steps) + len(self._samples)
-        logger.info("captured %d CUDA graphs in %.1f s", num_graphs, time.perf_counter() - started)
 
     def size_for(self, batch: ScheduledBatch) -> int | None:
         """The graph size for a step; None when it is no decode step or has too many rows."""
@@ -132,10 +141,11 @@ class GraphRunner:
 
     def _capture(self, memory: Any, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         run()  # outside first: kernels are compiled and workspaces allocated
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
-            run()
+        # Not torch.cuda.graph: it collects garbage for each capture, which takes longer than the capture.
+        graph.capture_begin(pool=memory)
+        run()
+        graph.capture_end()
         return graph
 
 

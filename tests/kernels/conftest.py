@@ -5,20 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl_kernels import triton_support
-from tests.kernels import interpreter
+from tests.kernels.devices import interpreter
 from tests.seeding import seed
 
 __all__ = ["seed"]
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where Triton kernels run: a GPU, or this CPU in Triton's interpreter."""
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    pytest.importorskip("triton")
-    interpreter.mend(monkeypatch)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(triton_support, "runs_kernels", lambda _: True)
-    return torch.device("cpu")
+@pytest.fixture(params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where Triton kernels run. Tests take sizes of real models on a GPU, and a few tokens in the interpreter."""
+    return torch.device("cuda") if request.param == "gpu" else interpreter(monkeypatch)

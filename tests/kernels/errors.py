@@ -21,4 +21,4 @@ def assert_close(got: torch.Tensor, exact: torch.Tensor, twin: torch.Tensor) -> 
     assert error < _TOLERANCE[got.dtype]
     # Few numbers round luckily or not; many don't.
     slack = 1.2 if got.numel() > 10_000 else 2.5
-    assert error < slack * relative_error(twin, exact) + 1e-6
+    assert error < slack * relative_error(twin, exact) + 3e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,32 +13,35 @@ from minisgl_kernels.add_rms_norm import add_rms_norm
 from minisgl_kernels.embedding import embedding
 from minisgl_kernels.norm_rope_store import norm_rope_store
 from minisgl_kernels.silu_and_mul import silu_and_mul
+from tests.kernels.devices import interpreter
 from tests.kernels.errors import DTYPES, assert_close
 
-real_sizes = pytest.param(True, marks=pytest.mark.gpu, id="real sizes")
-at_all_sizes = pytest.mark.parametrize("real", [pytest.param(False, id="small"), real_sizes])
 in_all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-@pytest.fixture(params=["Triton", pytest.param("CUDA C++", marks=pytest.mark.gpu)], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test runs with both, where both are."""
+@pytest.fixture(
+    params=["interpreter", pytest.param("Triton", marks=pytest.mark.gpu), pytest.param("C++", marks=pytest.mark.gpu)]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the kernels run: CUDA C++ too, where it can be compiled."""
+    if request.param == "interpreter":
+        return interpreter(monkeypatch)
     if request.param == "Triton":
         monkeypatch.setattr(cuda, "layer_kernels", lambda _: None)
     elif cuda.layer_kernels(torch.empty(0, dtype=torch.bfloat16, device="cuda")) is None:
         pytest.skip("needs a Hopper GPU, nvcc, ninja and tvm-ffi")
+    return torch.device("cuda")
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, device=device) * scale).to(dtype)
 
 
-@at_all_sizes
 @in_all_dtypes
 @pytest.mark.parametrize("has_residual", [True, False])
-def test_add_rms_norm(device: torch.device, dtype: torch.dtype, has_residual: bool, real: bool) -> None:
-    for size in (1024, 2560, 5120, 8192, 1000) if real else (random.randrange(2, 70), 64):
-        num_tokens = random.choice((1, 256, 5000)) if real else random.randrange(1, 5)
+def test_add_rms_norm(device: torch.device, dtype: torch.dtype, has_residual: bool) -> None:
+    for size in (1024, 2560, 5120, 8192, 1000) if device.type == "cuda" else (random.randrange(2, 70), 64):
+        num_tokens = random.choice((1, 256, 5000)) if device.type == "cuda" else random.randrange(1, 5)
         x = randn(num_tokens, size, dtype=dtype, device=device, scale=30.0)
         residual = randn(num_tokens, size, dtype=dtype, device=device) if has_residual else None
         weight = randn(size, dtype=dtype, device=device)
@@ -59,21 +63,21 @@ def test_add_rms_norm_reads_strided_rows(device: torch.device) -> None:
     torch.testing.assert_close(normed, reference.rms_norm(x, weight, 1e-6))
 
 
-@at_all_sizes
 @in_all_dtypes
-def test_silu_and_mul(device: torch.device, dtype: torch.dtype, real: bool) -> None:
-    for width in (3072, 17408, 1000) if real else (random.randrange(1, 40), 1500):
-        num_tokens = random.choice((1, 256, 5000)) if real else random.randrange(1, 4)
+def test_silu_and_mul(device: torch.device, dtype: torch.dtype) -> None:
+    for width in (3072, 17408, 1000) if device.type == "cuda" else (random.randrange(1, 40), 1500):
+        num_tokens = random.choice((1, 256, 5000)) if device.type == "cuda" else random.randrange(1, 4)
         gate_up = randn(num_tokens, 2 * width, dtype=dtype, device=device, scale=4.0)
         gate_up[0, 0] = -1e4  # where exp(-gate) overflows
         exact = reference.silu_and_mul(gate_up.float())
         assert_close(silu_and_mul(gate_up), exact, reference.silu_and_mul(gate_up))
 
 
-@at_all_sizes
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_embedding_of_a_shard_holds_its_own_ids_only(device: torch.device, dtype: torch.dtype, real: bool) -> None:
-    vocab_size, size, num_tokens = (151936, 5120, 5000) if real else (50, random.choice((3, 24, 1100)), 7)
+def test_embedding_of_a_shard_holds_its_own_ids_only(device: torch.device, dtype: torch.dtype) -> None:
+    vocab_size, size, num_tokens = (
+        (151936, 5120, 5000) if device.type == "cuda" else (50, random.choice((3, 24, 1100)), 7)
+    )
     bounds = sorted(random.sample(range(1, vocab_size), 2))
     weight = torch.randn(vocab_size, size, device=device).bfloat16()
     ids = torch.randint(0, vocab_size, (num_tokens,), device=device, dtype=dtype)
@@ -91,19 +95,18 @@ def rope_rows(num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.
     return torch.cat((cos, cos, -sin, sin), dim=-1).unflatten(-1, (2, head_dim)).to(dtype)
 
 
-def shapes(real: bool) -> list[tuple[int, int, int, int]]:
+def shapes(device: torch.device) -> list[tuple[int, int, int, int]]:
     """(num_tokens, num_heads, num_kv_heads, head_dim)"""
-    if not real:
+    if device.type == "cpu":
         return [(random.randrange(1, 5), *s) for s in ((3, 1, 8), (16, 8, 6), (10, 2, 20), (9, 9, 16))]
     heads = ((16, 8, 128), (40, 8, 128), (5, 1, 128), (32, 8, 64), (24, 24, 96), (8, 4, 256), (64, 16, 80))
     return [(random.choice((1, 7, 256, 3000)), *s) for s in heads]
 
 
-@at_all_sizes
 @in_all_dtypes
 @pytest.mark.parametrize("has_norms", [True, False])
-def test_norm_rope_store(device: torch.device, dtype: torch.dtype, has_norms: bool, real: bool) -> None:
-    for num_tokens, num_heads, num_kv_heads, head_dim in shapes(real):
+def test_norm_rope_store(device: torch.device, dtype: torch.dtype, has_norms: bool) -> None:
+    for num_tokens, num_heads, num_kv_heads, head_dim in shapes(device):
         page_size = random.choice((1, 16, 64))
         num_pages = -(-num_tokens // page_size) + 3
         qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim + 8, dtype=dtype, device=device)[:, :-8]
@@ -129,6 +132,39 @@ def test_norm_rope_store(device: torch.device, dtype: torch.dtype, has_norms: bo
         keys, twin_keys, exact_keys = (x[0].flatten(0, 1) for x in (pools, twins, exacts))
         assert_close(keys[out_loc], exact_keys[out_loc], twin_keys[out_loc])
         assert torch.equal(keys.isnan(), twin_keys.isnan())  # nothing is written elsewhere
+
+
+def test_overlapping_launches_keep_their_order(device: torch.device) -> None:
+    """In a graph each kernel starts before the one ahead has ended; it must wait for what that one writes."""
+    if device.type == "cpu":
+        pytest.skip("launches overlap on a GPU only")
+    inputs = torch.randn(random.choice((3, 256, 2000)), 8192, device=device).bfloat16()
+    weight = torch.randn(8192, device=device).bfloat16()
+    residuals = [torch.zeros(len(inputs), 8192 >> i, device=device, dtype=torch.bfloat16) for i in range(5)]
+
+    def chain(*, step: Callable[[], None]) -> torch.Tensor:
+        x = inputs
+        for residual in residuals:
+            x, _ = add_rms_norm(x, residual, weight[: x.shape[1]], 1e-6)
+            step()
+            x = silu_and_mul(x)
+            step()
+        return x
+
+    chain(step=torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(step=lambda: None)
+    for _ in range(20):
+        inputs.copy_(torch.randn_like(inputs))
+        for residual in residuals:
+            residual.zero_()
+        want = chain(step=torch.cuda.synchronize)
+        for residual in residuals:
+            residual.zero_()
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, want)
 
 
 def test_no_tokens_make_no_launch(device: torch.device) -> None:

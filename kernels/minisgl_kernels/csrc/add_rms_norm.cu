@@ -66,7 +66,7 @@ void add_rms_norm(TensorView x, TensorView residual, TensorView weight, TensorVi
   with_type(x, [&](auto element) {
     using T = decltype(element);
     const auto run = [&](auto kernel) {
-      launch(kernel, dim3(num_tokens), threads, x.device(), data<T>(x), data<T>(residual), data<T>(weight),
+      launch(kernel, num_tokens, threads, x.device(), data<T>(x), data<T>(residual), data<T>(weight),
              data<T>(normed), x.stride(0), size, eps);
     };
     if (per_thread == 1)

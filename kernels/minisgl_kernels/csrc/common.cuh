@@ -96,12 +96,12 @@ __device__ inline void wait_for_inputs() {
 using tvm::ffi::TensorView;
 
 template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), dim3 grid, int threads, DLDevice device, Args&&... args) {
+void launch(void (*kernel)(Params...), int blocks, int threads, DLDevice device, Args&&... args) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
+  config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
   config.attrs = &attribute;

@@ -9,6 +9,7 @@ namespace minisgl {
 
 struct Heads {
   int num_heads, num_kv_heads;
+  int num_blocks;  // that a token's heads take
 };
 
 template <typename T, int kHeadDim, bool kHasNorms>
@@ -16,8 +17,8 @@ __global__ void norm_rope_store_kernel(const T* qkv, const T* q_norm, const T* k
                                        const int32_t* out_loc, T* q_out, T* k_pool, T* v_pool, int64_t qkv_stride,
                                        Heads heads, float eps) {
   constexpr int kLanes = kHeadDim / (2 * kVector), kHalf = kHeadDim / 2;
-  const int64_t token = blockIdx.x;
-  const int head = blockIdx.y * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+  const int64_t token = blockIdx.x / heads.num_blocks;
+  const int head = blockIdx.x % heads.num_blocks * (blockDim.x / kLanes) + threadIdx.x / kLanes;
   const int low = threadIdx.x % kLanes * kVector;
   const bool is_q = head < heads.num_heads, is_v = head >= heads.num_heads + heads.num_kv_heads;
   const int kv_head = head - heads.num_heads - (is_v ? heads.num_kv_heads : 0);
@@ -82,13 +83,13 @@ void norm_rope_store(TensorView qkv, TensorView q_norm, TensorView k_norm, Tenso
                      TensorView q, TensorView k_pool, TensorView v_pool, double eps, bool has_norms) {
   constexpr int kThreads = 128;
   const int num_tokens = q.size(0), head_dim = q.size(2);
-  const Heads heads{static_cast<int>(q.size(1)), static_cast<int>(k_pool.size(2))};
+  Heads heads{static_cast<int>(q.size(1)), static_cast<int>(k_pool.size(2))};
   const int total = heads.num_heads + 2 * heads.num_kv_heads, per_block = kThreads * 2 * kVector / head_dim;
-  const dim3 grid(num_tokens, (total + per_block - 1) / per_block);
+  heads.num_blocks = (total + per_block - 1) / per_block;
   with_type(q, [&](auto element) {
     using T = decltype(element);
     const auto run = [&](auto kernel) {
-      launch(kernel, grid, kThreads, q.device(), data<T>(qkv), data<T>(q_norm), data<T>(k_norm), data<T>(rope),
+      launch(kernel, num_tokens * heads.num_blocks, kThreads, q.device(), data<T>(qkv), data<T>(q_norm), data<T>(k_norm), data<T>(rope),
              static_cast<const int32_t*>(out_loc.data_ptr()), data<T>(q), data<T>(k_pool), data<T>(v_pool), qkv.stride(0), heads, eps);
     };
     if (head_dim == 64) return run(pick<T, 64>(has_norms));

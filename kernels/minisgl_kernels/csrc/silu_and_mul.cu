@@ -5,9 +5,9 @@
 namespace minisgl {
 
 template <typename T>
-__global__ void silu_and_mul_kernel(const T* gate_up, T* out, int width) {
-  const int64_t row = blockIdx.x;
-  const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kVector;
+__global__ void silu_and_mul_kernel(const T* gate_up, T* out, int width, int num_blocks) {
+  const int64_t row = blockIdx.x / num_blocks;
+  const int column = (blockIdx.x % num_blocks * blockDim.x + threadIdx.x) * kVector;
   wait_for_inputs();
   if (column >= width) return;
   const T* gates = gate_up + row * 2 * width + column;
@@ -27,10 +27,11 @@ __global__ void silu_and_mul_kernel(const T* gate_up, T* out, int width) {
 void silu_and_mul(TensorView gate_up, TensorView out) {
   constexpr int kThreads = 128;
   const int num_tokens = out.size(0), width = out.size(1);
-  const dim3 grid(num_tokens, (width / kVector + kThreads - 1) / kThreads);
+  const int num_blocks = (width / kVector + kThreads - 1) / kThreads;
   with_type(out, [&](auto element) {
     using T = decltype(element);
-    launch(silu_and_mul_kernel<T>, grid, kThreads, out.device(), data<T>(gate_up), data<T>(out), width);
+    launch(silu_and_mul_kernel<T>, num_tokens * num_blocks, kThreads, out.device(), data<T>(gate_up), data<T>(out),
+           width, num_blocks);
   });
 }
 
