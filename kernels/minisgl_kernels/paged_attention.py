@@ -212,14 +212,59 @@ def _load_tokens(
 
 
 @jit
-def _update(acc: tl.tensor, peak: tl.tensor, total: tl.tensor, scores: tl.tensor, v: tl.tensor) -> Any:
-    """Online softmax (Milakov, Gimelshein 2018): take scores, in units of log 2, and their values into account."""
-    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-    finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a query may not have seen any token yet
-    weights = tl.exp2(scores - finite_peak[:, None])
-    shrink = tl.exp2(peak - finite_peak)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, new_peak, total * shrink + tl.sum(weights, axis=1)
+def _attend(
+    state: tl.tuple,
+    queries: tl.tensor,
+    positions: tl.tensor,
+    k_pool: tl.tensor,
+    v_pool: tl.tensor,
+    line: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    kv_head: tl.tensor,
+    scale: tl.tensor,
+    masked: tl.constexpr,
+    window: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    block_tokens: tl.constexpr,
+) -> Any:
+    """Take tokens [begin, end) into account, by online softmax (Milakov, Gimelshein 2018).
+
+    Args:
+        state: (acc, peak, total): of each query the weighted sum of values, the highest score in units of log 2, and
+            the sum of weights relative to it.
+        positions: of the queries, which see no later tokens and only `window` tokens back.
+        masked: whether some query doesn't see some of the tokens; else their number is a multiple of a block's.
+    """
+    acc, peak, total = state
+    for start in range(begin, end, block_tokens):
+        tokens = start + tl.arange(0, block_tokens)
+        k = _load_tokens(k_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, acc.shape[1])
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+        if masked:
+            distance = positions[:, None] - tokens[None, :]
+            visible = (distance >= 0) & (tokens < end)[None, :]
+            if window:
+                visible &= distance < window
+            scores = tl.where(visible, scores, float("-inf"))
+        v = _load_tokens(v_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, acc.shape[1])
+        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+        finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a query may not have seen any token yet
+        weights = tl.exp2(scores - finite_peak[:, None])
+        shrink = tl.exp2(peak - finite_peak)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, axis=1)
+        peak = new_peak
+    return acc, peak, total
+
+
+@jit
+def _start(num_queries: tl.constexpr, block_dims: tl.constexpr) -> Any:
+    """`_attend`'s state before the first token."""
+    acc = tl.zeros((num_queries, block_dims), tl.float32)
+    return acc, tl.full((num_queries,), float("-inf"), tl.float32), tl.zeros((num_queries,), tl.float32)
 
 
 @jit
@@ -265,16 +310,24 @@ def _decode_kernel(
     row = row.to(tl.int64)
     queries = tl.load(q + row * q_stride + heads[:, None] * head_dim + dims[None, :], mask=q_mask, other=0.0)
 
-    acc = tl.zeros((block_heads, block_dims), tl.float32)
-    peak, total = tl.full((block_heads,), float("-inf"), tl.float32), tl.zeros((block_heads,), tl.float32)
-    for start in range(begin, end, block_tokens):
-        tokens = start + tl.arange(0, block_tokens)
-        k = _load_tokens(k_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, block_dims)
-        scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where((tokens < end)[None, :], scores, float("-inf"))
-        v = _load_tokens(v_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, block_dims)
-        acc, peak, total = _update(acc, peak, total, scores, v)
-
+    acc, peak, total = _attend(
+        _start(block_heads, block_dims),
+        queries,
+        tl.full((block_heads,), kv_len - 1, tl.int32),
+        k_pool,
+        v_pool,
+        line,
+        begin,
+        end,
+        kv_head,
+        scale,
+        True,
+        0,  # the window is in `begin`
+        num_kv_heads,
+        head_dim,
+        page_size,
+        block_tokens,
+    )
     place = (split.to(tl.int64) * tl.num_programs(2) + row) * num_heads + heads
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + place[:, None] * head_dim + dims[None, :], acc.to(out.dtype.element_ty), mask=q_mask)
@@ -357,26 +410,42 @@ def _extend_kernel(
             first = tl.maximum(first_position + 1 - window, 0)
             common = first
 
-        acc = tl.zeros((block_queries, block_dims), tl.float32)
-        peak, total = tl.full((block_queries,), float("-inf"), tl.float32), tl.zeros((block_queries,), tl.float32)
-        for start in range(first, common, block_tokens):
-            tokens = start + tl.arange(0, block_tokens)
-            k = _load_tokens(k_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, block_dims)
-            scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-            v = _load_tokens(v_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, block_dims)
-            acc, peak, total = _update(acc, peak, total, scores, v)
-        for start in range(common, end, block_tokens):
-            tokens = start + tl.arange(0, block_tokens)
-            k = _load_tokens(k_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, block_dims)
-            scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-            distance = positions[:, None] - tokens[None, :]
-            visible = distance >= 0
-            if window:
-                visible &= distance < window
-            scores = tl.where(visible, scores, float("-inf"))
-            v = _load_tokens(v_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, block_dims)
-            acc, peak, total = _update(acc, peak, total, scores, v)
-
+        state = _attend(
+            _start(block_queries, block_dims),
+            queries,
+            positions,
+            k_pool,
+            v_pool,
+            line,
+            first,
+            common,
+            kv_head,
+            scale,
+            False,
+            window,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            block_tokens,
+        )
+        acc, peak, total = _attend(
+            state,
+            queries,
+            positions,
+            k_pool,
+            v_pool,
+            line,
+            common,
+            end,
+            kv_head,
+            scale,
+            True,
+            window,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            block_tokens,
+        )
         acc = acc / total[:, None]
         tl.store(
             out + (rows * num_heads + head)[:, None] * head_dim + dims[None, :], acc.to(out.dtype.element_ty), q_mask

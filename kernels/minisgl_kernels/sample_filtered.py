@@ -115,12 +115,18 @@ def _kernel(
         position = tl.load(kv_lens + row).to(tl.int64) - tl.load(num_prompt + slot)
         multiplier, increment = row_key(tl.load(seeds + slot), tl.load(sample_indices + slot), position)
         while rejected:
-            bounds = _bounds(
-                row_logits, size, value, token, least, temperature, multiplier, increment, num_blocks, num_lanes
-            )
-            starts = tl.arange(0, max_blocks) * num_lanes
-            score, column = best_score(
-                bounds, row_logits, starts, size, 0, multiplier, increment, temperature, least, value, token
+            score, column = _best_before(
+                row_logits,
+                size,
+                value,
+                token,
+                least,
+                temperature,
+                multiplier,
+                increment,
+                num_blocks,
+                max_blocks,
+                num_lanes,
             )
             found = score > float("-inf")  # else the row holds a NaN
             token = tl.where(found, column, token)
@@ -182,7 +188,7 @@ def _scan(
 
 
 @jit
-def _bounds(
+def _best_before(
     logits: tl.tensor,
     size: tl.tensor,
     pivot: tl.tensor,
@@ -192,9 +198,10 @@ def _bounds(
     multiplier: tl.tensor,
     increment: tl.tensor,
     num_blocks: tl.constexpr,
+    max_blocks: tl.constexpr,
     num_lanes: tl.constexpr,
 ) -> Any:
-    """What `best_score` needs of each lane, over the tokens that are at least `least` and rank before the pivot."""
+    """`best_score` of the tokens that are at least `least` and rank before the pivot."""
     lanes = tl.arange(0, num_lanes)
     step = temperature * (0.6931471805599453 * 2.0**-23)
     bounds = tl.full((num_lanes,), float("-inf"), tl.float32)
@@ -204,7 +211,8 @@ def _bounds(
         takes_part = (x >= least) & ((x > pivot) | ((x == pivot) & (columns < pivot_column)))
         bound = x - log2_floor(noise_bits(columns.to(tl.uint32) * multiplier + increment)) * step
         bounds = tl.maximum(bounds, tl.where(takes_part, bound, float("-inf")))
-    return bounds
+    starts = tl.arange(0, max_blocks) * num_lanes
+    return best_score(bounds, logits, starts, size, 0, multiplier, increment, temperature, least, pivot, pivot_column)
 
 
 @jit

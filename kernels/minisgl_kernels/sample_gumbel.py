@@ -144,7 +144,7 @@ def _split_kernel(
             pivot_column=size,
         )
     place = split * tl.num_programs(1) + row
-    tl.store(scores + place, best)
+    tl.store(scores + place, tl.where(best == best, best, nothing))  # a NaN would be no split's best score
     tl.store(ids + place, winner + vocab_start)
 
 

@@ -56,10 +56,9 @@ def test_kernel_picks_what_its_twin_picks(
 
 @pytest.mark.parametrize("scale", [0.0, 0.05, 30.0])
 def test_flat_and_peaked_distributions(device: torch.device, scale: float) -> None:
-    logits = torch.randn(4, 200, device=device) * scale
-    for temperature in (0.05, 1.0, 20.0):
-        filters = random_filters(7, 50)
-        sample(logits, random_rows(4, device, temperature=torch.full((7,), temperature), **filters))
+    logits = torch.randn(3, 150, device=device) * scale
+    temperature = torch.tensor([0.05, 1.0, 20.0] * 2)
+    sample(logits, random_rows(3, device, temperature=temperature, **random_filters(6, 50)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,7 +75,7 @@ def test_many_of_the_best_in_one_lane(device: torch.device, dtype: torch.dtype, 
 
 
 def test_of_equal_logits_top_k_keeps_the_lower_ids(device: torch.device) -> None:
-    num_rows, size = 15, 90
+    num_rows, size = 5, 90
     logits = torch.zeros(num_rows, size, device=device)
     logits[:, 70] = 1.0
     on = {"temperature": torch.ones(num_rows + 3), "top_k": torch.full((num_rows + 3,), 3, dtype=torch.int32)}
@@ -85,7 +84,7 @@ def test_of_equal_logits_top_k_keeps_the_lower_ids(device: torch.device) -> None
 
 
 def test_strange_logits_give_tokens_of_the_vocabulary(device: torch.device) -> None:
-    size = 150
+    size = 8192 if device.type == "cuda" else 128  # whole blocks, so that some hold nothing but NaN
     logits = torch.randn(8, size, device=device)
     logits[0:2] = float("-inf")
     logits[2:4, 40:] = float("inf")

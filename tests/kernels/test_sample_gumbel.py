@@ -41,10 +41,10 @@ def test_kernel_picks_what_its_twin_picks(device: torch.device, num_rows: int, s
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 30.0])
 def test_flat_and_peaked_distributions(device: torch.device, scale: float) -> None:
-    logits = torch.randn(12, 300, device=device) * scale
-    for temperature in (0.01, 1.0, 50.0):
-        rows = random_rows(12, device, temperature=torch.full((15,), temperature))
-        assert_best(sample_gumbel.sample_gumbel(logits, rows)[1], logits, rows)
+    logits = torch.randn(6, 200, device=device) * scale
+    temperature = torch.tensor([0.01, 1.0, 50.0] * 3)
+    rows = random_rows(6, device, temperature=temperature)
+    assert_best(sample_gumbel.sample_gumbel(logits, rows)[1], logits, rows)
 
 
 def test_ties_go_to_the_lower_id(device: torch.device) -> None:
@@ -57,17 +57,17 @@ def test_ties_go_to_the_lower_id(device: torch.device) -> None:
 
 
 def test_excluded_tokens_are_never_drawn(device: torch.device) -> None:
-    logits = torch.full((30, 300), float("-inf"), device=device)
-    allowed = torch.randint(0, 300, (30, 4), device=device)
-    logits.scatter_(1, allowed, torch.randn(30, 4, device=device))
-    rows = random_rows(30, device)
+    logits = torch.full((10, 200), float("-inf"), device=device)
+    allowed = torch.randint(0, 200, (10, 4), device=device)
+    logits.scatter_(1, allowed, torch.randn(10, 4, device=device))
+    rows = random_rows(10, device)
     tokens = sample_gumbel.sample_gumbel(logits, rows)[1]
     assert (allowed == tokens.unsqueeze(1)).any(dim=1).all()
     assert_best(tokens, logits, rows)
 
 
 def test_strange_logits_give_tokens_of_the_vocabulary(device: torch.device) -> None:
-    size = 150
+    size = 8192 if device.type == "cuda" else 128  # whole blocks, so that some hold nothing but NaN
     logits = torch.randn(8, size, device=device)
     logits[0:2] = float("-inf")
     logits[2:4, 40:] = float("inf")
@@ -81,8 +81,8 @@ def test_strange_logits_give_tokens_of_the_vocabulary(device: torch.device) -> N
 
 
 def test_parts_of_the_vocabulary_find_the_same_token(device: torch.device) -> None:
-    logits = torch.randn(9, 270, device=device).bfloat16()
-    rows = random_rows(9, device)
+    logits = torch.randn(5, 270, device=device).bfloat16()
+    rows = random_rows(5, device)
     parts = [sample_gumbel.sample_gumbel(part, rows, i * 90) for i, part in enumerate(logits.split(90, dim=1))]
     scores, tokens = (torch.stack(x) for x in zip(*parts, strict=True))
     whole_scores, whole_tokens = sample_gumbel.sample_gumbel(logits, rows)

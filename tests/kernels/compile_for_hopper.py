@@ -1,0 +1,98 @@
+"""Compiles every Triton kernel for a Hopper GPU where there is none: `python -m tests.kernels.compile_for_hopper`.
+
+What the interpreter runs need not compile. The kernels' functions are called with CPU tensors, and each launch compiles
+instead. Prints the kernels' names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from minisgl_kernels import triton_support
+from minisgl_kernels.add_rms_norm import add_rms_norm
+from minisgl_kernels.decode_inputs import DecodeInputs, PageLists, decode_inputs
+from minisgl_kernels.embedding import embedding
+from minisgl_kernels.merge_states import merge_states
+from minisgl_kernels.norm_rope_store import norm_rope_store
+from minisgl_kernels.paged_attention import PagedRows, paged_attention
+from minisgl_kernels.sample_filtered import sample_filtered
+from minisgl_kernels.sample_gumbel import sample_gumbel
+from minisgl_kernels.silu_and_mul import silu_and_mul
+from tests.kernels.sampling import random_rows
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+
+
+def compile_launch(kernel: triton.JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """In place of a launch. Specialises as the launcher does: on ones, and on aligned pointers and multiples of 16."""
+    del grid, warmup
+    options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages", "launch_pdl") if key in kwargs}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    types = {p.name: "constexpr" if p.is_constexpr else type_of(values[p.name]) for p in kernel.params}
+    constants = {(p.num,): values[p.name] for p in kernel.params if types[p.name] == "constexpr"}
+    aligned = {(p.num,): [["tt.divisibility", 16]] for p in kernel.params if is_aligned(values[p.name], types[p.name])}
+    triton.compile(ASTSource(kernel, types, constants, aligned), target=HOPPER, options=options)
+    print(kernel.__module__, kernel.__name__)  # noqa: T201 - its output
+
+
+def type_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    if value == 1 and isinstance(value, int):
+        return "constexpr"
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+def is_aligned(value: object, kind: str) -> bool:
+    return kind.startswith("*") or (kind == "i32" and isinstance(value, int) and value % 16 == 0)
+
+
+def run_all(dtype: torch.dtype) -> None:
+    def values(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.int32)
+
+    add_rms_norm(values(4, 1024), values(4, 1024), values(1024), 1e-6)
+    silu_and_mul(values(4, 2048))
+    embedding(numbers(4), values(100, 1024), range(50, 150))
+    merge_states(
+        values(4, 16, 128),
+        torch.zeros(4, 16),
+        values(4, 16, 128),
+        torch.zeros(4, 16),
+        lse_a_is_log2=True,
+        lse_b_is_log2=False,
+    )
+    pool = values(2, 9, 16, 8, 128)
+    norm_rope_store(values(4, 32 * 128), (values(128), values(128)), 1e-6, values(4, 2, 128), numbers(4), *pool)
+    inputs, lists = DecodeInputs(*numbers(3, 4)), PageLists(numbers(5), numbers(4), numbers(9), numbers(4))
+    decode_inputs(numbers(4), numbers(4), numbers(4), numbers(5, 8), numbers(5, 99), 16, inputs, lists)
+    rows = random_rows(4, torch.device("cpu"))
+    sample_gumbel(values(4, 151_936), rows)
+    sample_gumbel(values(1, 1), rows._replace(slots=rows.slots[:1]), 1)
+    sample_filtered(values(4, 151_936), rows)
+    for num_rows, window in ((4, None), (1, 100)):
+        paged = PagedRows(numbers(5, 300), numbers(num_rows), numbers(num_rows))
+        paged_attention(values(num_rows, 40, 128), *pool, paged, 0.1, window)
+        paged = paged._replace(q_starts=numbers(num_rows + 1), max_q_len=300)
+        paged_attention(values(300, 40, 128), *pool, paged, 0.1, window)
+
+
+def main() -> None:
+    triton_support.runs_kernels = lambda _: True
+    triton_support.uses_pdl = lambda _: True
+    triton.JITFunction.run = compile_launch
+    for dtype in (torch.bfloat16, torch.float32):
+        run_all(dtype)
+
+
+if __name__ == "__main__":
+    main()

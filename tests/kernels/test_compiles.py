@@ -1,0 +1,25 @@
+"""Every Triton kernel compiles for a GPU, wherever the tests run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import environment
+
+
+def test_every_triton_kernel_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.kernels.compile_for_hopper"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(TRITON_INTERPRET="0"), timeout=200)
+    assert done.returncode == 0, done.stderr
+    compiled = {tuple(line.removeprefix("minisgl_kernels.").split()) for line in done.stdout.splitlines()}
+    assert compiled >= {
+        ("decode_inputs", "_kernel"),
+        ("merge_states", "_kernel"),
+        ("sample_filtered", "_kernel"),
+        *(("sample_gumbel", name) for name in ("_split_kernel", "_reduce_kernel")),
+        *(("paged_attention", name) for name in ("_decode_kernel", "_join_kernel", "_extend_kernel")),
+    }
