@@ -27,8 +27,16 @@ CUDA_CORE_GROUPS = (1, 2, 4, 8)  # of query heads; the kernel without tensor cor
 class FlashInferDecode(DecodePart):
     """Attention of decode rows over their own page lists."""
 
-    def __init__(self, pool: MHAKVCache, heads: AttnHeads, buffers: DecodeBuffers) -> None:
+    def __init__(
+        self, pool: MHAKVCache, heads: AttnHeads, buffers: DecodeBuffers, *, use_tensor_cores: bool | None = None
+    ) -> None:
+        """
+        Args:
+            use_tensor_cores: which of FlashInfer's decode kernels; by default what suits the heads.
+        """
         device = pool.k(0).device
+        needs_tensor_cores = heads.num_heads // heads.num_kv_heads not in CUDA_CORE_GROUPS
+        self._use_tensor_cores = needs_tensor_cores if use_tensor_cores is None else use_tensor_cores
         self._pool = pool
         self._heads = heads
         self._buffers = buffers
@@ -79,7 +87,7 @@ class FlashInferDecode(DecodePart):
             self._workspace,
             "NHD",
             use_cuda_graph=True,
-            use_tensor_cores=self._heads.num_heads // self._heads.num_kv_heads not in CUDA_CORE_GROUPS,
+            use_tensor_cores=self._use_tensor_cores,
             paged_kv_indptr_buffer=buffers.indptr[: num_rows + 1],
             paged_kv_indices_buffer=buffers.pages,
             paged_kv_last_page_len_buffer=buffers.last_page_lens[:num_rows],
