@@ -131,7 +131,8 @@ class Bench:
         ready = self.source.outbox.popleft()
         assert isinstance(ready, Ready)
         self._next_uid = 0
-        self._generate([([1, 2, 3, 4], 8)] * 4)
+        # Once through the kinds of steps that follow: large pieces, many rows.
+        self._generate([(prompt, 4) for prompt, _ in workload("U")])
         self._startup_s = time.perf_counter() - started
         self.description = ready.description
 
