@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "memory_ratio": 0.25,
     "dtype": "float32",
     "attention_backend": "torch,torch",
+    "cuda_graph_max_bs": 32,
     "cache": "naive",
     "device": "cpu",
 }
@@ -50,11 +51,13 @@ def test_defaults_are_those_of_the_config(started: list[WorkerOptions]) -> None:
 
 def test_every_engine_option_as_flag_and_in_the_environment(started: list[WorkerOptions]) -> None:
     flags = [arg for name, value in VALUES.items() for arg in (f"--{name.replace('_', '-')}", str(value))]
-    start(*flags, "--overlap", "--dummy-weights", "--served-model-name", "x", "--drain-s", "3")
+    start(*flags, "--overlap", "--mixed", "--no-share-prefixes", "--dummy-weights", "--served-model-name", "x", "--drain-s", "3")
     env = {f"MINISGL_{name.upper()}": str(value) for name, value in VALUES.items()}
-    start(env={**env, "MINISGL_OVERLAP": "1", "MINISGL_DUMMY_WEIGHTS": "true", "MINISGL_SERVED_MODEL_NAME": "x"})
-    engine = EngineConfig(model="m", overlap=True, dummy_weights=True, **VALUES)
-    assert {field.name for field in fields(EngineConfig)} == {"model", "overlap", "dummy_weights", *VALUES}
+    switches = {"OVERLAP": "1", "MIXED": "1", "SHARE_PREFIXES": "0", "DUMMY_WEIGHTS": "true", "SERVED_MODEL_NAME": "x"}
+    start(env=env | {f"MINISGL_{name}": value for name, value in switches.items()})
+    engine = EngineConfig(model="m", overlap=True, mixed=True, share_prefixes=False, dummy_weights=True, **VALUES)
+    tested = {"model", "overlap", "mixed", "share_prefixes", "dummy_weights", *VALUES}
+    assert {field.name for field in fields(EngineConfig)} == tested
     by_flag, by_env = started
     assert by_flag == WorkerOptions(engine=engine, redis_url=URL, served_model_name="x", drain_s=3.0)
     assert by_env == WorkerOptions(engine=engine, redis_url=URL, served_model_name="x")
