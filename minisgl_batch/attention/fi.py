@@ -48,10 +48,12 @@ class FlashInferDecode(DecodePart):
         self._turn = 0
         self._wrappers: dict[int, Any] = {}
 
+    def make_ready(self, num_rows: int) -> None:
+        if num_rows not in self._wrappers:
+            self._wrappers[num_rows] = self._make_wrapper(num_rows)
+
     def prepare(self, num_rows: int, indptr: IntArray, kv_lens: IntArray) -> Any:
-        wrapper = self._wrappers.get(num_rows)
-        if wrapper is None:
-            wrapper = self._wrappers[num_rows] = self._make_wrapper(num_rows)
+        wrapper = self._wrappers[num_rows]
         self._turn ^= 1
         self._planned[self._turn].synchronize()
         wrapper._pin_memory_int_workspace_buffer = self._pinned[self._turn]
@@ -95,7 +97,8 @@ class FlashInferDecode(DecodePart):
         # Its own are as large as these, and would be another pair for each number of rows.
         wrapper._int_workspace_buffer = self._plan_buffer
         wrapper._pin_memory_int_workspace_buffer = self._pinned[0]
-        # The full plan, once: it chooses and loads the kernel. It writes to buffers that are filled before each use.
+        # The full plan, once: it chooses and loads the kernel. It also writes to the buffers, so it must not come between
+        # their being filled and used.
         wrapper.plan(
             torch.arange(num_rows + 1, dtype=torch.int32),
             torch.zeros(num_rows, dtype=torch.int32, device=buffers.pages.device),

@@ -85,5 +85,6 @@ class HybridBackend(GraphBackend):
         return self._two_level
 
     def _prepare_decode(self, host: ScheduledBatch | None, num_rows: int, part: DecodePart) -> Any:
+        part.make_ready(num_rows)
         indptr, kv_lens = self._buffers.fill(host, num_rows)
         return part.prepare(num_rows, indptr, kv_lens)

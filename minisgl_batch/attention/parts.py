@@ -30,8 +30,12 @@ class DecodePart(ABC):
     """Attention of decode rows that stand in the decode buffers, inside and outside of graphs."""
 
     @abstractmethod
+    def make_ready(self, num_rows: int) -> None:
+        """Before the first step of so many rows, and before the buffers are filled for it: whatever takes long."""
+
+    @abstractmethod
     def prepare(self, num_rows: int, indptr: IntArray, kv_lens: IntArray) -> Any:
-        """Plan for rows as the host knows them.
+        """Plan for rows that stand in the buffers, as the host knows them.
 
         For one number of rows the answer always means the same memory: a graph that was captured with it does what the
         last call for that number said.

@@ -32,6 +32,9 @@ class TwoLevelDecode(TwoLevelPart):
         self._buffers = buffers
         self._attend = flash_attn.load(pool.page_size)
 
+    def make_ready(self, num_rows: int) -> None:
+        self._own.make_ready(num_rows)
+
     def prepare(self, num_rows: int, indptr: IntArray, kv_lens: IntArray) -> Any:
         return self._own.prepare(num_rows, indptr, kv_lens)
 

@@ -43,6 +43,7 @@ def measure(heads: AttnHeads, page_size: int, num_rows: int, lens: list[int], te
     transfer = CudaTransfer(device, 1 << 18, num_rows)
     buffers = DecodeBuffers(num_rows, max_pages, 1, page_size, num_rows, device, transfer.upload_into)
     part = FlashInferDecode(pool, heads, buffers, use_tensor_cores=tensor_cores)
+    part.make_ready(num_rows)
     kv_lens = np.array(sorted(lens, reverse=True), dtype=np.int32)
     pages = -(-kv_lens // page_size)
     indptr = np.append(0, np.cumsum(pages)).astype(np.int32)
