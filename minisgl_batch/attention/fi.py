@@ -97,7 +97,7 @@ class FlashInferDecode(DecodePart):
         # Its own are as large as these, and would be another pair for each number of rows.
         wrapper._int_workspace_buffer = self._plan_buffer
         wrapper._pin_memory_int_workspace_buffer = self._pinned[0]
-        # The full plan, once: it chooses and loads the kernel. It also writes to the buffers, so it must not come between
+        # The full plan, once: it chooses and loads the kernel. It writes to the buffers too, so it must not come between
         # their being filled and used.
         wrapper.plan(
             torch.arange(num_rows + 1, dtype=torch.int32),

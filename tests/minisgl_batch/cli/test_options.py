@@ -51,7 +51,8 @@ def test_defaults_are_those_of_the_config(started: list[WorkerOptions]) -> None:
 
 def test_every_engine_option_as_flag_and_in_the_environment(started: list[WorkerOptions]) -> None:
     flags = [arg for name, value in VALUES.items() for arg in (f"--{name.replace('_', '-')}", str(value))]
-    start(*flags, "--overlap", "--mixed", "--no-share-prefixes", "--dummy-weights", "--served-model-name", "x", "--drain-s", "3")
+    flags += ["--overlap", "--mixed", "--no-share-prefixes", "--dummy-weights"]
+    start(*flags, "--served-model-name", "x", "--drain-s", "3")
     env = {f"MINISGL_{name.upper()}": str(value) for name, value in VALUES.items()}
     switches = {"OVERLAP": "1", "MIXED": "1", "SHARE_PREFIXES": "0", "DUMMY_WEIGHTS": "true", "SERVED_MODEL_NAME": "x"}
     start(env=env | {f"MINISGL_{name}": value for name, value in switches.items()})
