@@ -6,11 +6,13 @@ A backend is one file behind `registry.py`. It knows pages and lengths, not requ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from minisgl_batch.attention.decode_buffers import DecodeBuffers
 from minisgl_batch.batch import ForwardBatch, ScheduledBatch, SharingCosts
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
 
@@ -36,6 +38,21 @@ class AttnHeads:
     num_kv_heads: int
     head_dim: int
     scale: float
+
+
+@dataclass(frozen=True)
+class BackendSetup:
+    """What backends are made of.
+
+    Attributes:
+        pool: the KV pool.
+        heads: the model's heads on this rank.
+        make_buffers: makes the buffers for decode rows, for backends that keep them.
+    """
+
+    pool: MHAKVCache
+    heads: AttnHeads
+    make_buffers: Callable[[], DecodeBuffers]
 
 
 class AttentionBackend(ABC):

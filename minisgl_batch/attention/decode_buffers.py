@@ -29,6 +29,7 @@ class DecodeBuffers:
         group_pages: (max_groups + 1, max_pages) pages of each group's prefix.
         input_ids, positions, out_loc: (max_rows,) as in ForwardBatch.
         pages, last_page_lens: the rows' own page lists, and the tokens in each row's last page.
+        row_pages: (max_rows, max_pages) each row's line of the page table, once a backend has asked by `need_lines`.
     """
 
     def __init__(
@@ -58,6 +59,12 @@ class DecodeBuffers:
         self.out_loc = torch.zeros_like(self.input_ids)
         self.last_page_lens = torch.ones_like(self.input_ids)
         self.pages = torch.zeros(max_rows * max_pages, dtype=torch.int32, device=device)
+        self.row_pages: torch.Tensor | None = None
+
+    def need_lines(self) -> torch.Tensor:
+        """Keep `row_pages` from now on."""
+        self.row_pages = torch.zeros_like(self.pages).view(self.max_rows, -1)
+        return self.row_pages
 
     def fill(self, batch: ScheduledBatch | None, num_rows: int) -> tuple[IntArray, IntArray]:
         """Put a step's decode rows here, padded to `num_rows`; None: all rows are padding.
@@ -119,3 +126,5 @@ class DecodeBuffers:
                 self.indptr[: num_rows + 1], self.first_pages[:num_rows], self.pages, self.last_page_lens[:num_rows]
             ),
         )
+        if self.row_pages is not None:
+            torch.index_select(page_table, 0, self.slots[:num_rows], out=self.row_pages[:num_rows])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minisgl_batch.attention import flash_attn
-from minisgl_batch.attention.base import AttentionBackend, AttnSpec
+from minisgl_batch.attention.base import AttentionBackend, AttnSpec, BackendSetup
 from minisgl_batch.attention.parts import ExtendPart
 from minisgl_batch.batch import ForwardBatch
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
@@ -49,3 +49,7 @@ class FlashAttnExtend(ExtendPart):
 
     def forward(self, q: torch.Tensor, layer: int, spec: AttnSpec, prepared: flash_attn.PagedSequences) -> torch.Tensor:
         return self._attend(q, self._pool.k(layer), self._pool.v(layer), prepared, spec, True)[0]
+
+
+def make(setup: BackendSetup) -> FlashAttnBackend:
+    return FlashAttnBackend(setup.pool)

@@ -13,8 +13,9 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.decode import fast_decode_plan
 
-from minisgl_batch.attention.base import AttnHeads, AttnSpec
+from minisgl_batch.attention.base import AttnHeads, AttnSpec, BackendSetup
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
+from minisgl_batch.attention.hybrid import HybridBackend
 from minisgl_batch.attention.parts import DecodePart, ExtendPart
 from minisgl_batch.batch import ForwardBatch, IntArray
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
@@ -97,8 +98,8 @@ class FlashInferDecode(DecodePart):
         # Its own are as large as these, and would be another pair for each number of rows.
         wrapper._int_workspace_buffer = self._plan_buffer
         wrapper._pin_memory_int_workspace_buffer = self._pinned[0]
-        # The full plan, once: it chooses and loads the kernel. It writes to the buffers too, so it must not come between
-        # their being filled and used.
+        # The full plan, once: it chooses and loads the kernel. It also writes to the buffers, so it has to come before
+        # they are filled for a step.
         wrapper.plan(
             torch.arange(num_rows + 1, dtype=torch.int32),
             torch.zeros(num_rows, dtype=torch.int32, device=buffers.pages.device),
@@ -156,3 +157,9 @@ class FlashInferExtend(ExtendPart):
 def _starts(lengths: torch.Tensor) -> torch.Tensor:
     """(n,) lengths -> (n + 1,) int32 first positions, and the end."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def make(setup: BackendSetup) -> HybridBackend:
+    buffers = setup.make_buffers()
+    decode = FlashInferDecode(setup.pool, setup.heads, buffers)
+    return HybridBackend(FlashInferExtend(setup.pool, setup.heads), decode, None, buffers)

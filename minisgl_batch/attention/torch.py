@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_batch.attention.base import AttentionBackend, AttnSpec
+from minisgl_batch.attention.base import AttentionBackend, AttnSpec, BackendSetup
 from minisgl_batch.batch import ForwardBatch
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
 from minisgl_kernels import reference
@@ -74,3 +74,7 @@ class TorchAttention(AttentionBackend):
             tokens = slice(row.q_start, row.q_end)
             out[tokens] = reference.attend(q[tokens], row_k, row_v, spec.scale, spec.window)
         return out
+
+
+def make(setup: BackendSetup) -> TorchAttention:
+    return TorchAttention(setup.pool)

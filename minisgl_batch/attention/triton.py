@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from minisgl_batch.attention.base import AttnSpec, GraphBackend
+from minisgl_batch.attention.base import AttnSpec, BackendSetup, GraphBackend
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
 from minisgl_batch.batch import ForwardBatch, ScheduledBatch, SharingCosts
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
@@ -64,3 +64,7 @@ def _parts(batch: ForwardBatch) -> Parts:
         rows = PagedRows(table, batch.slots[n:], batch.kv_lens[n:], starts, max_q_len)
         parts.append((slice(n, host.num_tokens), rows))
     return parts
+
+
+def make(setup: BackendSetup) -> TritonAttention:
+    return TritonAttention(setup.pool, setup.make_buffers())

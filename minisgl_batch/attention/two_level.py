@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from minisgl_batch.attention import flash_attn
-from minisgl_batch.attention.base import AttnHeads, AttnSpec
+from minisgl_batch.attention.base import AttnHeads, AttnSpec, BackendSetup
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
+from minisgl_batch.attention.fa import FlashAttnExtend
 from minisgl_batch.attention.fi import CUDA_CORE_GROUPS, FlashInferDecode
+from minisgl_batch.attention.hybrid import HybridBackend
 from minisgl_batch.attention.parts import TwoLevelPart
 from minisgl_batch.batch import IntArray, SharingCosts
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
@@ -66,3 +68,11 @@ def _costs(heads: AttnHeads, pool: MHAKVCache, max_groups: int) -> SharingCosts:
         per_prefix_token=0.012,
         max_groups=max_groups,
     )
+
+
+def make(setup: BackendSetup) -> HybridBackend:
+    """flash-attn for extend rows, FlashInfer for decode rows, both for those that share prefixes."""
+    buffers = setup.make_buffers()
+    decode = FlashInferDecode(setup.pool, setup.heads, buffers)
+    two_level = TwoLevelDecode(setup.pool, setup.heads, decode, buffers)
+    return HybridBackend(FlashAttnExtend(setup.pool), decode, two_level, buffers)

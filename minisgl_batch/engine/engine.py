@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from minisgl_batch.attention.base import AttnHeads, ForwardContext, GraphBackend
+from minisgl_batch.attention.base import AttnHeads, BackendSetup, ForwardContext, GraphBackend
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
-from minisgl_batch.attention.registry import BackendSetup, make_backend
+from minisgl_batch.attention.registry import make_backend
 from minisgl_batch.batch import NO_EDITS, ScheduledBatch, SharingCosts
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.group import SINGLE, TPGroup

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minisgl_batch.attention.base import AttentionBackend, AttnHeads, AttnSpec
+from minisgl_batch.attention.base import AttentionBackend, AttnHeads, AttnSpec, BackendSetup
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
-from minisgl_batch.attention.registry import BackendSetup, make_backend
+from minisgl_batch.attention.registry import make_backend
 from minisgl_batch.batch import NO_EDITS, ForwardBatch, IntArray, ScheduledBatch, SharedPrefixes
 from minisgl_batch.engine.transfer import CudaTransfer
 from minisgl_batch.kvcache.mha_pool import MHAKVCache

@@ -13,7 +13,7 @@ from minisgl_batch.batch import ForwardBatch
 from minisgl_batch.errors import InvalidParameterError
 from tests.minisgl_batch.attention.steps import PagedCase, random_rows, relative_error
 
-GPU_BACKENDS = ["fa,fi", "fi,fi", "fa", "triton"]
+GPU_BACKENDS = ["fa,fi", "fi", "fa", "triton"]
 gpu = pytest.mark.gpu
 
 
