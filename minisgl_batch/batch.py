@@ -104,7 +104,6 @@ class ScheduledBatch:
         num_decode: how many leading rows are decode rows.
         new_pages: (num_decode,) page that a decode row's token begins, for its line of the page table; -1 for none.
         samples: rows that get a new token; an extend row whose piece isn't the last gets none.
-        all_greedy: no sampled row needs noise.
         any_filter: some sampled row uses top-k, top-p or min-p.
         edits: what to change in the tables first.
         shared: groups of decode rows to attend in two levels; None to attend row by row.
@@ -116,7 +115,6 @@ class ScheduledBatch:
     num_decode: int
     new_pages: IntArray
     samples: BoolArray
-    all_greedy: bool
     any_filter: bool
     edits: TableEdits
     shared: SharedPrefixes | None = None

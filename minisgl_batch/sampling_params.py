@@ -13,6 +13,7 @@ import msgspec
 from minisgl_batch.errors import InvalidParameterError
 
 MAX_TOKENS_LIMIT = 1 << 24  # no model's context comes near; larger values are typing mistakes
+MIN_TEMPERATURE = 1e-5  # below, noise would drown in rounding: such rows are greedy
 MAX_SEED = (1 << 63) - 1
 MAX_N = 1024
 MAX_STOP_STRINGS = 64
@@ -174,4 +175,4 @@ class EngineSampling(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1

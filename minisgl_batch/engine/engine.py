@@ -135,25 +135,16 @@ class Engine:
         logits = self._model.logits(hidden[forward.sample_tokens])
         (rows,) = self._transfer.upload([batch.samples.nonzero()[0].astype("int32")])
         slots, kv_lens = forward.slots[rows], forward.kv_lens[rows]
-        return self._sample(logits, slots, kv_lens, any_filter=batch.any_filter)
+        sampling = self._tables.sampling_rows(slots, kv_lens)
+        tokens = sample(logits, sampling, any_filter=batch.any_filter, vocab_start=self._model.vocab_range.start)
+        self._tables.put_tokens(slots, kv_lens, tokens)
+        return tokens
 
     def _run_graph(self, batch: ScheduledBatch, size: int) -> torch.Tensor:
         assert self._graphs is not None
-        assert self._buffers is not None
-        logits = self._graphs.forward(batch, size)
+        self._graphs.forward(batch, size)
         self._transfer.guard_tokens()
-        if not batch.any_filter:
-            return self._graphs.sample(batch, size)
-        n = batch.num_rows
-        return self._sample(logits, self._buffers.slots[:n], self._buffers.kv_lens[:n], any_filter=True)
-
-    def _sample(
-        self, logits: torch.Tensor, slots: torch.Tensor, kv_lens: torch.Tensor, *, any_filter: bool
-    ) -> torch.Tensor:
-        rows = self._tables.sampling_rows(slots, kv_lens)
-        tokens = sample(logits, rows, any_filter=any_filter, vocab_start=self._model.vocab_range.start)
-        self._tables.put_tokens(slots, kv_lens, tokens)
-        return tokens
+        return self._graphs.sample(batch, size)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -220,7 +211,6 @@ class Engine:
             num_decode=0,
             new_pages=one[:0],
             samples=np.array([True]),
-            all_greedy=False,
             any_filter=False,
             edits=NO_EDITS,
         )

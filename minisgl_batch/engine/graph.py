@@ -1,6 +1,6 @@
 """CUDA graphs of decode steps: captured for some numbers of rows, replayed for any number with padding.
 
-One graph runs the model and ends at the logits; a second one samples from them, for steps whose rows need no filter.
+One graph runs the model and ends at the logits; a second one samples from them, with or without the rows' filters.
 Steps that read shared prefixes have a family of their own. All graphs use one memory pool, so they are captured from
 the largest down and are never replayed at the same time. Called by the engine, on its stream.
 """
@@ -24,7 +24,6 @@ from minisgl_batch.engine.sampler import sample
 from minisgl_batch.engine.tables import DeviceTables
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
 from minisgl_batch.models.base import CausalLM
-from minisgl_kernels.gumbel import SamplingRows
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class GraphRunner:
         self._logits = torch.empty((max_rows, vocab_shard), dtype=dtype, device=device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._steps: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._samples: dict[int, torch.cuda.CUDAGraph] = {}
+        self._samples: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
     def capture(self) -> None:
         """Capture all graphs; the pool and the tables hold nothing yet but the dummy row."""
@@ -79,7 +78,8 @@ class GraphRunner:
                 prepared = self._parts.attention.prepare_capture(size, shared=shared)
                 self._steps[size, shared] = self._capture(memory, self._step(size, prepared))
         for size in reversed(self._sizes):
-            self._samples[size] = self._capture(memory, self._sampling(size))
+            for any_filter in (False, True):
+                self._samples[size, any_filter] = self._capture(memory, self._sampling(size, any_filter))
 
     def size_for(self, batch: ScheduledBatch) -> int | None:
         """The graph size for a step; None when it is no decode step or has too many rows."""
@@ -87,21 +87,15 @@ class GraphRunner:
             return None
         return next(size for size in self._sizes if size >= batch.num_rows)
 
-    def forward(self, batch: ScheduledBatch, size: int) -> torch.Tensor:
-        """Run the model; (num_rows, vocab_shard) logits, to be used before the next step."""
+    def forward(self, batch: ScheduledBatch, size: int) -> None:
+        """Run the model, up to the logits."""
         self._parts.attention.prepare_replay(batch, size)
         self._steps[size, batch.shared is not None].replay()
-        return self._logits[: batch.num_rows]
 
     def sample(self, batch: ScheduledBatch, size: int) -> torch.Tensor:
         """Sample from the last step's logits and enter the tokens; (num_rows,) int32, until the next step."""
-        self._samples[size].replay()
+        self._samples[size, batch.any_filter].replay()
         return self._tokens[: batch.num_rows]
-
-    def rows(self, num_rows: int) -> SamplingRows:
-        """What the sampler reads of the rows in the buffers."""
-        buffers = self._parts.buffers
-        return self._parts.tables.sampling_rows(buffers.slots[:num_rows], buffers.kv_lens[:num_rows])
 
     def _step(self, size: int, prepared: object) -> Callable[[], None]:
         parts, buffers, tables = self._parts, self._parts.buffers, self._parts.tables
@@ -127,15 +121,16 @@ class GraphRunner:
 
         return run
 
-    def _sampling(self, size: int) -> Callable[[], None]:
-        buffers, tables = self._parts.buffers, self._parts.tables
-        rows = self.rows(size)
+    def _sampling(self, size: int, any_filter: bool) -> Callable[[], None]:
+        tables = self._parts.tables
+        slots, kv_lens = self._parts.buffers.slots[:size], self._parts.buffers.kv_lens[:size]
+        rows = tables.sampling_rows(slots, kv_lens)
         vocab_start = self._parts.model.vocab_range.start
 
         def run() -> None:
-            tokens = sample(self._logits[:size], rows, any_filter=False, vocab_start=vocab_start)
+            tokens = sample(self._logits[:size], rows, any_filter=any_filter, vocab_start=vocab_start)
             self._tokens[:size].copy_(tokens)
-            tables.put_tokens(buffers.slots[:size], buffers.kv_lens[:size], tokens)
+            tables.put_tokens(slots, kv_lens, tokens)
 
         return run
 
@@ -160,7 +155,6 @@ def _padding(num_rows: int, dummy_slot: int) -> ScheduledBatch:
         num_decode=num_rows,
         new_pages=-ones,
         samples=ones.astype(np.bool_),
-        all_greedy=True,
         any_filter=False,
         edits=NO_EDITS,
     )

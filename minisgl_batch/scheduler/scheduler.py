@@ -218,7 +218,6 @@ class Scheduler:
             num_decode=num_decode,
             new_pages=rows.new_pages,
             samples=samples,
-            all_greedy=bool(table.greedy[sampling_slots].all()),
             any_filter=bool(table.filtered[sampling_slots].any()),
             edits=table.take_edits(),
             shared=rows.shared,

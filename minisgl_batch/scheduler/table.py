@@ -46,7 +46,6 @@ class TableManager:
         self.in_flight: IntArray = np.zeros(num_rows, dtype=np.int32)  # launched steps that name the row
         self.running: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # False while draining
         self.stop_ids: IntArray = np.full((num_rows, 4), NO_TOKEN, dtype=np.int32)  # wider when a row needs it
-        self.greedy: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.filtered: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
         self._free_slots = list(range(max_running - 1, -1, -1))
@@ -79,7 +78,6 @@ class TableManager:
         self.running[slot] = True
         sampling = req.sampling
         self._set_stop_ids(slot, sampling.stop_ids)
-        self.greedy[slot] = sampling.is_greedy
         self.filtered[slot] = not sampling.is_greedy and (
             sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
         )

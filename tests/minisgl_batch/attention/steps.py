@@ -91,7 +91,6 @@ class PagedCase:
             num_decode=num_decode,
             new_pages=np.full(num_decode, -1, np.int32),
             samples=np.ones(len(rows), np.bool_),
-            all_greedy=True,
             any_filter=False,
             edits=NO_EDITS,
             shared=shared,

@@ -92,7 +92,6 @@ def _batch(
         num_decode=0,
         new_pages=none,
         samples=np.ones(len(slots), bool),
-        all_greedy=True,
         any_filter=False,
         edits=NO_EDITS,
     )
