@@ -146,7 +146,7 @@ class ForwardBatch:
         q_starts: (num_rows + 1,) int32; row i has the step's tokens [q_starts[i], q_starts[i + 1]).
         page_table: (max_running + 1, max_pages_per_row) int32; the whole table, lines are picked by `slots`.
         token_pool: (max_running + 1, max_seq_len + 1) int32.
-        sample_tokens: (num_samples,) int32; which of the step's tokens give logits.
+        sample_tokens: (num_samples,) int32; which of the step's tokens give logits; None: all of them.
         attention: what the attention backend's `prepare_metadata` made for its own use.
     """
 
@@ -159,5 +159,5 @@ class ForwardBatch:
     q_starts: torch.Tensor
     page_table: torch.Tensor
     token_pool: torch.Tensor
-    sample_tokens: torch.Tensor
+    sample_tokens: torch.Tensor | None
     attention: Any = None

@@ -132,7 +132,7 @@ class Engine:
         self._attention.prepare_metadata(forward)
         context = ForwardContext(forward, self._attention, self._pool)
         hidden = self._model(forward.input_ids, forward.positions, context)
-        logits = self._model.logits(hidden[forward.sample_tokens])
+        logits = self._model.logits(hidden)
         (rows,) = self._transfer.upload([batch.samples.nonzero()[0].astype("int32")])
         slots, kv_lens = forward.slots[rows], forward.kv_lens[rows]
         sampling = self._tables.sampling_rows(slots, kv_lens)

@@ -109,7 +109,7 @@ class GraphRunner:
             q_starts=buffers.indptr[:0],
             page_table=tables.page_table,
             token_pool=tables.token_pool,
-            sample_tokens=buffers.slots[:0],
+            sample_tokens=None,
             attention=prepared,
         )
         context = ForwardContext(batch, parts.attention, parts.pool)

@@ -96,7 +96,7 @@ class DeviceTables:
             q_starts=q_starts,
             page_table=self.page_table,
             token_pool=self.token_pool,
-            sample_tokens=sample_tokens,
+            sample_tokens=None if host.is_decode else sample_tokens,
         )
 
     def sampling_rows(self, slots: torch.Tensor, kv_lens: torch.Tensor) -> SamplingRows:

@@ -59,13 +59,25 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
             self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """Attend; x is (num_tokens, hidden_size), rope what `RotaryEmbedding` gives for these tokens -> x's shape."""
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor, ctx: ForwardContext, keep: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            x: (num_tokens, hidden_size).
+            rope: what `RotaryEmbedding` gives for these tokens.
+            keep: (num_kept,) tokens whose result is wanted; None: all.
+
+        Returns:
+            (num_tokens or num_kept, hidden_size).
+        """
         norms, eps = None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
             norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
         k_pool, v_pool = ctx.pool.k(self._layer), ctx.pool.v(self._layer)
         q = norm_rope_store(self.qkv_proj(x), norms, eps, rope, ctx.batch.out_loc, k_pool, v_pool)
         out = ctx.attention.forward(q, self._layer, self._spec, ctx.batch)
-        attended: torch.Tensor = self.o_proj(out.flatten(1))
+        out = out.flatten(1)
+        attended: torch.Tensor = self.o_proj(out if keep is None else out[keep])
         return attended

@@ -35,7 +35,8 @@ class CausalLM(nn.Module, ABC):
             ctx: the step and the attention backend.
 
         Returns:
-            (num_tokens, hidden_size): the normalised hidden states, equal on all ranks.
+            (num_samples, hidden_size): the normalised hidden states of the step's `sample_tokens`, or of all tokens if
+            these are None; equal on all ranks.
         """
 
     @abstractmethod

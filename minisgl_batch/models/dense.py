@@ -70,11 +70,20 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, tp, dtype, device)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rope: torch.Tensor, ctx: ForwardContext
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rope: torch.Tensor,
+        ctx: ForwardContext,
+        keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last block's output and the stream without it, (num_tokens, hidden_size) both -> the same."""
+        """The last block's output and the stream without it, (num_tokens, hidden_size) both -> the same.
+
+        Of the tokens in `keep` alone, if it is given.
+        """
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rope, ctx)
+        x = self.self_attn(x, rope, ctx, keep)
+        residual = residual if keep is None else residual[keep]
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
@@ -119,8 +128,10 @@ class DenseModel(CausalLM):
         x = self.embed_tokens(input_ids)
         rope = self.rotary_emb(positions)
         residual = None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x, residual = layer(x, residual, rope, ctx)
+        # Behind the last layer's attention nothing is needed of tokens that give no logits.
+        x, residual = self.layers[-1](x, residual, rope, ctx, keep=ctx.batch.sample_tokens)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 

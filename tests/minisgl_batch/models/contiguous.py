@@ -105,5 +105,5 @@ def _batch(
         q_starts=torch.from_numpy(none),
         page_table=torch.zeros(0, 0, dtype=torch.int32),
         token_pool=torch.zeros(0, 0, dtype=torch.int32),
-        sample_tokens=torch.from_numpy(none),
+        sample_tokens=None,
     )

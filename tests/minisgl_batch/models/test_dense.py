@@ -129,7 +129,7 @@ def test_a_step_depends_on_no_values(size: int, tmp_path: Path) -> None:
     config = load_model_config(save(reference, tmp_path))
     model = make_model(config, lone_rank(size - 1, size), torch.bfloat16, torch.device("meta"))
     ids = torch.zeros(7, dtype=torch.int32, device="meta")
-    step: Any = SimpleNamespace(out_loc=ids)
+    step: Any = SimpleNamespace(out_loc=ids, sample_tokens=None)
     hidden = model(ids, ids, ForwardContext(step, Passing(), flat_pool(model, num_tokens=9)))
     assert hidden.shape == (7, 40)
     assert model.gather_logits(model.logits(hidden[:3])).shape == (3, 99)
