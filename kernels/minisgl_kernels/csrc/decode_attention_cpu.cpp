@@ -1,8 +1,8 @@
 // Attention of one query token per row over a paged KV pool, on a CPU.
 //
-// A task is (row, KV head): it reads that head's keys and values once, for all query heads of its group, page by page
-// with an online softmax. Sums are float32 whatever the pool's type. Called through `decode_attention.py`, which
-// describes the arguments.
+// A task is a row, or some of its KV heads where there are fewer rows than threads. It reads its pages once, in the order
+// in which they lie in memory (all heads of a token are neighbours), with an online softmax over pages. Sums are float32
+// whatever the pool's type. Called through `decode_attention.py`, which describes the arguments.
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +10,8 @@
 #include <cstring>
 #include <limits>
 #include <vector>
+
+#include <omp.h>
 
 namespace {
 
@@ -35,54 +37,61 @@ inline void store(bf16* where, float x) {  // round to nearest, ties to even; Na
   where->bits = static_cast<uint16_t>(rounded >> 16);
 }
 
-struct Shape {
+struct Arguments {
+  const void *q, *k_pool, *v_pool;
+  void* out;
+  const int32_t *page_table, *slots, *kv_lens;
   int num_rows, num_kv_heads, group, head_dim, page_size;
-  int64_t q_stride;  // elements between the queries of two rows
+  int64_t q_stride;      // elements between the queries of two rows
   int64_t table_stride;  // entries between two lines of the page table
   float scale;
   int window;  // 0: none
 };
 
-template <typename T>
-void attend(const T* q, const T* k_pool, const T* v_pool, T* out, const int32_t* page_table, const int32_t* slots,
-            const int32_t* kv_lens, const Shape& s, int row, int kv_head, std::vector<float>& scratch) {
-  const int d = s.head_dim, group = s.group, page_size = s.page_size;
-  const int kv_len = kv_lens[row];
-  const int begin = s.window > 0 ? std::max(0, kv_len - s.window) : 0;
-  const int32_t* pages = page_table + slots[row] * s.table_stride;
-  const int64_t token_stride = static_cast<int64_t>(s.num_kv_heads) * d;
+// DIM is the head dimension, or 0 where it is known at run time only.
+template <typename T, int DIM>
+void attend(const Arguments& a, int row, int first_head, int last_head, std::vector<float>& scratch) {
+  const int d = DIM ? DIM : a.head_dim;
+  const int group = a.group, page_size = a.page_size, num_heads = (last_head - first_head) * group;
+  const int kv_len = a.kv_lens[row];
+  const int begin = a.window > 0 ? std::max(0, kv_len - a.window) : 0;
+  const int32_t* const pages = a.page_table + a.slots[row] * a.table_stride;
+  const int64_t token_stride = static_cast<int64_t>(a.num_kv_heads) * d;
+  const int64_t first_query = static_cast<int64_t>(first_head) * group * d;
 
-  scratch.resize(static_cast<size_t>(2 * group * d + group * page_size + 2 * group + d));
-  float* const query = scratch.data();                // (group, d), scaled
-  float* const sum = query + group * d;               // (group, d), of weighted values
-  float* const weight = sum + group * d;              // (group, page_size)
-  float* const highest = weight + group * page_size;  // (group)
-  float* const total = highest + group;               // (group)
-  float* const wide = total + group;                  // (d), one key or value as float32
+  scratch.resize(static_cast<size_t>(2 * num_heads * d + num_heads * page_size + 2 * num_heads));
+  float* const query = scratch.data();                     // (num_heads, d), scaled
+  float* const sum = query + num_heads * d;                // (num_heads, d), of weighted values
+  float* const weight = sum + num_heads * d;               // (num_heads, page_size)
+  float* const highest = weight + num_heads * page_size;   // (num_heads)
+  float* const total = highest + num_heads;                // (num_heads)
 
-  const T* q_row = q + row * s.q_stride + static_cast<int64_t>(kv_head) * group * d;
-  for (int i = 0; i < group * d; ++i) query[i] = to_float(q_row[i]) * s.scale;
-  std::fill(sum, sum + group * d, 0.0f);
-  std::fill(highest, highest + group, -std::numeric_limits<float>::infinity());
-  std::fill(total, total + group, 0.0f);
+  const T* const q_row = static_cast<const T*>(a.q) + row * a.q_stride + first_query;
+  for (int i = 0; i < num_heads * d; ++i) query[i] = to_float(q_row[i]) * a.scale;
+  std::fill(sum, sum + num_heads * d, 0.0f);
+  std::fill(highest, highest + num_heads, -std::numeric_limits<float>::infinity());
+  std::fill(total, total + num_heads, 0.0f);
 
   for (int page = begin / page_size; page * page_size < kv_len; ++page) {
     const int first = std::max(begin - page * page_size, 0);
     const int last = std::min(kv_len - page * page_size, page_size);
-    const int64_t base = static_cast<int64_t>(pages[page]) * page_size * token_stride + static_cast<int64_t>(kv_head) * d;
-    for (int token = first; token < last; ++token) {
-      const T* key = k_pool + base + token * token_stride;
-#pragma omp simd
-      for (int i = 0; i < d; ++i) wide[i] = to_float(key[i]);
-      for (int h = 0; h < group; ++h) {
-        const float* mine = query + h * d;
-        float dot = 0.0f;
+    const int64_t base = static_cast<int64_t>(pages[page]) * page_size * token_stride;
+    const T* const keys = static_cast<const T*>(a.k_pool) + base;
+    const T* const values = static_cast<const T*>(a.v_pool) + base;
+
+    for (int token = first; token < last; ++token)
+      for (int kv_head = first_head; kv_head < last_head; ++kv_head) {
+        const T* const key = keys + token * token_stride + static_cast<int64_t>(kv_head) * d;
+        for (int g = 0; g < group; ++g) {
+          const int h = (kv_head - first_head) * group + g;
+          const float* const mine = query + h * d;
+          float dot = 0.0f;
 #pragma omp simd reduction(+ : dot)
-        for (int i = 0; i < d; ++i) dot += mine[i] * wide[i];
-        weight[h * page_size + token] = dot;
+          for (int i = 0; i < d; ++i) dot += mine[i] * to_float(key[i]);
+          weight[h * page_size + token] = dot;
+        }
       }
-    }
-    for (int h = 0; h < group; ++h) {
+    for (int h = 0; h < num_heads; ++h) {
       float* const w = weight + h * page_size;
       float peak = highest[h];
       for (int token = first; token < last; ++token) peak = std::max(peak, w[token]);
@@ -101,35 +110,48 @@ void attend(const T* q, const T* k_pool, const T* v_pool, T* out, const int32_t*
       highest[h] = peak;
       total[h] = total[h] * shrink + added;
     }
-    for (int token = first; token < last; ++token) {
-      const T* value = v_pool + base + token * token_stride;
+    for (int token = first; token < last; ++token)
+      for (int kv_head = first_head; kv_head < last_head; ++kv_head) {
+        const T* const value = values + token * token_stride + static_cast<int64_t>(kv_head) * d;
+        for (int g = 0; g < group; ++g) {
+          const int h = (kv_head - first_head) * group + g;
+          const float w = weight[h * page_size + token];
+          float* const mine = sum + h * d;
 #pragma omp simd
-      for (int i = 0; i < d; ++i) wide[i] = to_float(value[i]);
-      for (int h = 0; h < group; ++h) {
-        const float w = weight[h * page_size + token];
-        float* const mine = sum + h * d;
-#pragma omp simd
-        for (int i = 0; i < d; ++i) mine[i] += w * wide[i];
+          for (int i = 0; i < d; ++i) mine[i] += w * to_float(value[i]);
+        }
       }
-    }
   }
-  T* const out_row = out + (static_cast<int64_t>(row) * s.num_kv_heads + kv_head) * group * d;
-  for (int h = 0; h < group; ++h)
+  T* const out_row = static_cast<T*>(a.out) + static_cast<int64_t>(row) * token_stride * group + first_query;
+  for (int h = 0; h < num_heads; ++h)
     for (int i = 0; i < d; ++i) store(out_row + h * d + i, sum[h * d + i] / total[h]);
 }
 
-template <typename T>
-void run(const void* q, const void* k_pool, const void* v_pool, void* out, const int32_t* page_table,
-         const int32_t* slots, const int32_t* kv_lens, const Shape& s) {
-  const int num_tasks = s.num_rows * s.num_kv_heads;
+template <typename T, int DIM>
+void run(const Arguments& a) {
+  const int wanted = (2 * omp_get_max_threads() + a.num_rows - 1) / std::max(1, a.num_rows);
+  const int splits = std::max(1, std::min(wanted - 1, a.num_kv_heads));
+  const int heads = (a.num_kv_heads + splits - 1) / splits;
+  const int num_tasks = a.num_rows * splits;
 #pragma omp parallel
   {
     std::vector<float> scratch;
 #pragma omp for schedule(dynamic, 1)
-    for (int task = 0; task < num_tasks; ++task)
-      attend<T>(static_cast<const T*>(q), static_cast<const T*>(k_pool), static_cast<const T*>(v_pool),
-                static_cast<T*>(out), page_table, slots, kv_lens, s, task / s.num_kv_heads, task % s.num_kv_heads,
-                scratch);
+    for (int task = 0; task < num_tasks; ++task) {
+      const int first = task % splits * heads, last = std::min(first + heads, a.num_kv_heads);
+      if (first < last) attend<T, DIM>(a, task / splits, first, last, scratch);
+    }
+  }
+}
+
+template <typename T>
+void run_dim(const Arguments& a) {
+  switch (a.head_dim) {
+    case 64: return run<T, 64>(a);
+    case 96: return run<T, 96>(a);
+    case 128: return run<T, 128>(a);
+    case 256: return run<T, 256>(a);
+    default: return run<T, 0>(a);
   }
 }
 
@@ -139,9 +161,7 @@ extern "C" void decode_attention(const void* q, const void* k_pool, const void* 
                                  const int32_t* page_table, const int32_t* slots, const int32_t* kv_lens, int is_bf16,
                                  int num_rows, int num_kv_heads, int group, int head_dim, int page_size,
                                  int64_t q_stride, int64_t table_stride, float scale, int window) {
-  const Shape shape{num_rows, num_kv_heads, group, head_dim, page_size, q_stride, table_stride, scale, window};
-  if (is_bf16)
-    run<bf16>(q, k_pool, v_pool, out, page_table, slots, kv_lens, shape);
-  else
-    run<float>(q, k_pool, v_pool, out, page_table, slots, kv_lens, shape);
+  const Arguments arguments{q,        k_pool, v_pool,   out,       page_table, slots,        kv_lens, num_rows,
+                            num_kv_heads, group,  head_dim, page_size, q_stride,   table_stride, scale,   window};
+  is_bf16 ? run_dim<bf16>(arguments) : run_dim<float>(arguments);
 }
