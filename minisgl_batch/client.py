@@ -44,11 +44,13 @@ from minisgl_jobs.results import result_schema, table_to_results
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
 from minisgl_jobs.submission import Source, Submission, prepare
+from minisgl_jobs.unserved import end_unserved
 
 logger = logging.getLogger(__name__)
 
 URL_VARIABLE = "MINISGL_REDIS"
 POLL_S = 0.1
+HELP_S = 1.0  # between looks whether a job that only has to be ended is left alone
 _CHUNKS_PER_APPEND = 16
 
 
@@ -266,11 +268,18 @@ class JobHandle:
         )
 
     def watch(self, poll_s: float = POLL_S) -> Iterator[Progress]:
-        """The job's progress every `poll_s`, until it has ended. Puts up with a Redis that is away for two minutes."""
+        """The job's progress every `poll_s`, until it has ended. Puts up with a Redis that is away for two minutes.
+
+        A job that only has to be ended, and whose model no worker serves any more, is ended by this.
+        """
         away_since: float | None = None
+        help_at = 0.0
         while True:
             try:
                 progress = self.progress()
+                if time.monotonic() >= help_at:
+                    end_unserved(self._redis, progress.status)
+                    help_at = time.monotonic() + HELP_S
                 away_since = None
             except RedisUnavailableError:
                 away_since = away_since or time.monotonic()
@@ -297,23 +306,29 @@ class JobHandle:
         raise AssertionError("watch ends with a final status")
 
     def cancel(self) -> None:
-        """Stop the job; finished rows stay.
+        """Stop the job: its readers see it at once, rows that run stop, finished ones stay. May be repeated.
 
         Raises:
-            JobStateError: it has ended, or all of its rows are done.
+            JobStateError: it has ended otherwise, or all of its rows are done.
         """
         self._queue.cancel(self.id)
+        end_unserved(self._redis, self.status())
 
     def retry(self) -> None:
-        """Run the chunks with error rows of a partial job again.
+        """Generate the error rows of a partial job again, into the same dataset; the other rows stay as they are.
+
+        Until the job has ended again the dataset has no `_SUCCESS`; its manifest and parts can be read all the time.
 
         Raises:
             JobStateError: the job isn't partial.
-            OutputError: the output folder can't be written.
+            OutputError: the output folder can't be written, or holds another job's dataset by now.
         """
         status = self.status()
-        if status.state is JobState.PARTIAL:
-            reopen_dataset(Path(status.spec.output))
+        if status.state is not JobState.PARTIAL:
+            raise JobStateError(f"job {self.id} can't be retried: it is {status.state.value}, not partial")
+        folder = Path(status.spec.output)
+        if folder.is_dir():
+            reopen_dataset(folder, self.id)
         self._queue.retry(self.id)
 
     def stream(self, rows: Collection[int] | None = None) -> Iterator[Event]:
