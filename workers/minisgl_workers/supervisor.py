@@ -22,8 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from minisgl_batch.child_process import ChildFailed, ChildProcess, ChildReady
 from minisgl_batch.errors import WorkerError
-from minisgl_workers.process import ChildFailed, ChildProcess, ChildReady
 
 logger = logging.getLogger(__name__)
 

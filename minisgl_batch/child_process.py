@@ -1,8 +1,9 @@
-"""Child processes of a worker group: how they are started, how they say that they are ready or failed, how they end.
+"""Child processes: how they are started, how they say that they are ready or failed, how they end.
 
 A child gets its configuration as the first line of its standard input, which then stays open as a lifeline: when the
 parent is gone, however it went, the child sees the end of file and leaves at once. It answers on a status pipe. Knows
-nothing of what the children do; used by the supervisor (parent side) and by each child's `main`.
+nothing of what the children do. Used by the supervisor of a worker group and by `LLM` (parent side), and by each
+child's `main`.
 """
 
 from __future__ import annotations
