@@ -12,9 +12,7 @@ import time
 from types import TracebackType
 from typing import IO, Any
 
-from minisgl_batch.errors import WorkerError
-from minisgl_workers.options import WorkerOptions
-from minisgl_workers.process import (
+from minisgl_batch.child_process import (
     ChildBeat,
     ChildFailed,
     ChildProcess,
@@ -23,6 +21,8 @@ from minisgl_workers.process import (
     StatusPipe,
     run_child,
 )
+from minisgl_batch.errors import WorkerError
+from minisgl_workers.options import WorkerOptions
 
 STOP_S = 10.0
 BETWEEN_SIGNALS_S = 0.1  # two at once would count as one

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from minisgl_batch.child_process import setup_logging
 from minisgl_batch.cli.console import talk
 from minisgl_batch.cli.options import engine_config, engine_options, model_option, redis_option
 from minisgl_batch.cli.service import open_redis
@@ -14,7 +15,6 @@ from minisgl_batch.errors import UsageError
 from minisgl_jobs.connection import safe_url
 from minisgl_jobs.leases import LEASE_S
 from minisgl_workers.options import DRAIN_S, HANG_S, WorkerOptions
-from minisgl_workers.process import setup_logging
 
 _ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq")
 

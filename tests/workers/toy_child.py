@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from minisgl_batch.child_process import StatusPipe, run_child
 from minisgl_batch.errors import UsageError
-from minisgl_workers.process import StatusPipe, run_child
 
 POLL_S = 0.01
 

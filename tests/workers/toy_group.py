@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from minisgl_batch.child_process import ChildPlan, setup_logging
 from minisgl_batch.errors import WorkerError
-from minisgl_workers.process import ChildPlan, setup_logging
 from minisgl_workers.supervisor import GroupPlan, Supervisor
 from tests.workers.toy_child import ToyConfig
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_workers.process import ChildBeat, ChildFailed, ChildPlan, ChildProcess, ChildReady, ChildSuspects
+from minisgl_batch.child_process import ChildBeat, ChildFailed, ChildPlan, ChildProcess, ChildReady, ChildSuspects
 
 logger = logging.getLogger(__name__)
 

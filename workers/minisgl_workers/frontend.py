@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from minisgl_batch.child_process import StatusPipe, run_child
 from minisgl_batch.errors import RequestError
 from minisgl_batch.hub import model_path
 from minisgl_batch.messages import (
@@ -41,7 +42,6 @@ from minisgl_jobs.tasks import task_queue
 from minisgl_workers.delivery import Delivery
 from minisgl_workers.links import FrontendSide
 from minisgl_workers.options import FrontendConfig
-from minisgl_workers.process import StatusPipe, run_child
 from minisgl_workers.publishing import Publishing, RunningSample
 from minisgl_workers.socket_directory import remove_socket_directory
 from minisgl_workers.work import ChunkWork

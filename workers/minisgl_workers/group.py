@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from minisgl_batch.child_process import ChildPlan
 from minisgl_batch.hub import model_path
 from minisgl_jobs.connection import connect
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
-from minisgl_workers.process import ChildPlan
 from minisgl_workers.supervisor import GroupPlan, Supervisor
 
 # A service in the background must not spin while it waits for its other threads: on a busy machine that costs far more

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from minisgl_batch.child_process import StatusPipe, run_child
 from minisgl_batch.scheduler.factory import make_scheduler
 from minisgl_workers.links import EngineSide
 from minisgl_workers.options import RankConfig
-from minisgl_workers.process import StatusPipe, run_child
 
 
 def main(config: RankConfig, status: StatusPipe) -> None:

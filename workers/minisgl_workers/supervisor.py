@@ -20,9 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from minisgl_batch.child_process import ChildFailed, ChildPlan
 from minisgl_batch.errors import WorkerError
 from minisgl_workers.children import STABLE_AFTER_S, Children, backoff_s
-from minisgl_workers.process import ChildFailed, ChildPlan
 from minisgl_workers.socket_directory import socket_directory
 
 logger = logging.getLogger(__name__)

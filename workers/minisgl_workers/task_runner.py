@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import secrets
 
+from minisgl_batch.child_process import StatusPipe, run_child
 from minisgl_jobs.connection import connect
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.tasks import make_task_worker
 from minisgl_workers.options import TaskRunnerConfig
-from minisgl_workers.process import StatusPipe, run_child
 
 
 def main(config: TaskRunnerConfig, status: StatusPipe) -> None:

@@ -1,9 +1,9 @@
-"""Child processes of a worker group: how they are started, how they say that they are ready or failed, how they end.
+"""Child processes: how they are started, how they say that they are ready or failed, how they end.
 
 A child gets its configuration as the first line of its standard input, which then stays open as a lifeline: when the
 parent is gone, however it went, the child sees the end of file and leaves at once. It answers on a status pipe: ready,
-failed, and in between a beat each second that shows whether it gets on. Knows nothing of what the children do; used by
-the supervisor (parent side) and by each child's `main`.
+failed, and in between a beat each second that shows whether it gets on. Knows nothing of what the children do. Used by
+the supervisor of a worker group and by `LLM` (parent side), and by each child's `main`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ChildProcess:
     ) -> None:
         """Start `python -m module`, in a session of its own so that a terminal's Ctrl-C reaches the parent alone.
 
-        Its output goes to `log`, by default to where the parent's goes. Call it in the main thread: see `run_child`.
+        Its output goes to `log`, by default to where the parent's goes.
         """
         self.name = name
         self.status_fd, child_fd = os.pipe()
@@ -227,7 +227,8 @@ def run_child(
 
     Args:
         on_orphaned: called, in a thread of its own, before the process leaves because its parent is gone. Without it
-            the process is killed by the system where that is possible, also when it hangs or is stopped.
+            the process is killed by Linux, also when it hangs or is stopped, as soon as the thread that started it is
+            gone: a parent should start such children in its main thread.
     """
     if on_orphaned is None:
         _die_with_parent()
