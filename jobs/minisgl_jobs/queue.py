@@ -24,6 +24,7 @@ from minisgl_jobs.status import JobStatus, WorkerInfo, parse_status, spec_encode
 logger = logging.getLogger(__name__)
 
 SUBMIT_TTL_S = 3600.0  # how long a job that nobody goes on submitting is kept
+LOOK_S = 30.0  # between looks at a held job of which nobody has said that it may start
 MAX_APPEND_BYTES = 4 << 20
 MAX_APPEND_CHUNKS = 500  # Lua can't unpack many more arguments than these twice
 
@@ -81,14 +82,20 @@ class JobQueue:
             if self._scripts.run("append", prefix, spec.job_id, self._submit_ttl_ms, *flat) == b"gone":
                 raise _ended(spec.job_id)
 
-    def seal(self, spec: JobSpec) -> None:
+    def seal(self, spec: JobSpec, *, after: str = "", start_at: float = 0.0) -> None:
         """Let the job run: all of its chunks were appended. A job that was sealed before stays as it is.
+
+        Args:
+            spec: the job.
+            after: hold it until this job has ended; see `held.py`.
+            start_at: hold it until then, Unix seconds of the server's clock.
 
         Raises:
             JobNotFoundError: the job wasn't created, or waited too long.
             JobStateError: chunks are missing; append them and seal again.
         """
-        answer = self._scripts.run("seal", QueueKeys(queue_name(spec.model)).prefix, spec.job_id)
+        prefix = QueueKeys(queue_name(spec.model)).prefix
+        answer = self._scripts.run("seal", prefix, spec.job_id, after, int(start_at * 1000), int(LOOK_S * 1000))
         if answer == b"gone":
             raise _ended(spec.job_id)
         if answer == b"incomplete":
@@ -150,6 +157,17 @@ class JobQueue:
         # A call that is repeated by the client library finds the epoch that it has opened itself.
         if before != b"partial" and int(epoch_before) == epoch:
             raise JobStateError(f"job {job_id} can't be retried: it is {before.decode()}, not partial")
+
+    def purge(self, job_id: str) -> None:
+        """Forget a job that has ended, before its keys expire by themselves. Its dataset stays.
+
+        Raises:
+            JobNotFoundError: there is no such job (any more).
+            JobStateError: it hasn't ended.
+        """
+        state = JobState(self._run("purge", job_id).decode())
+        if not state.is_final:
+            raise JobStateError(f"job {job_id} is {state.value}: cancel it before it is purged")
 
     def pause(self, model: str) -> None:
         """Hand out nothing more of a model's queue; what runs goes on."""

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from minisgl_batch.errors import OutputError, RedisFullError, RedisUnavailableError
+from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.leases import ChunkQueue, Commit, Lease, Renewal
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.parts import PartInfo, commit_part, remove_file, write_part
@@ -22,7 +23,7 @@ from minisgl_jobs.retry import results_to_keep
 from minisgl_jobs.scripts import redis_errors
 from minisgl_jobs.spool import encode_result
 from minisgl_jobs.status import WorkerInfo
-from minisgl_jobs.tasks import TaskQueue, dispatch_finalise
+from minisgl_jobs.tasks import TaskQueue, dispatch_finalise, dispatch_starts
 from minisgl_workers.work import ChunkWork
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ RENEW_S = 1.0
 CANCEL_S = 0.02  # between looks for jobs that were canceled
 SPOOL_S = 0.1  # a crash costs the rows that finished since
 HEARTBEAT_S = 3.0
-FINALISE_S = 5.0  # between looks for jobs whose finalise somebody else should have fired
+TASKS_S = 1.0  # between looks for jobs that are to be started, or whose finalise somebody else should have fired
 AWAY_S = 0.5  # between tries while Redis is away
 FULL_S = 2.0  # between tries while the disk or Redis is full
 IDLE_S = 0.5
@@ -54,6 +55,7 @@ class Delivery:
         self._queue = queue
         self._outbox = outbox
         self._tasks = tasks
+        self._held = HeldJobs(tasks.connection, outbox.queue)
         self._low_water = low_water
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parquet")
         self._writing: dict[ChunkWork, Future[Path]] = {}
@@ -61,7 +63,7 @@ class Delivery:
         self.works: list[ChunkWork] = []
         self.stopped: list[ChunkWork] = []
         self.spooled: list[tuple[ChunkWork, tuple[int, int]]] = []
-        self._due = dict.fromkeys(("redis", "renew", "cancel", "spool", "write", "heartbeat", "finalise"), 0.0)
+        self._due = dict.fromkeys(("redis", "renew", "cancel", "spool", "write", "heartbeat", "tasks"), 0.0)
         self._is_away = False
         self._take_token = secrets.token_hex(16)
 
@@ -75,7 +77,7 @@ class Delivery:
             self._spool()
             self._commit()
             self._heartbeat(info)
-            self._fire_finalise()
+            self._fire_tasks()
             if take:
                 self._take()
         except RedisUnavailableError as error:
@@ -148,7 +150,7 @@ class Delivery:
             return  # there will be room, or the chunk will be complete
         self._queue.handback([work.lease])
         self._drop(work)
-        self._due["finalise"] = 0.0  # this may have been what the job waited for
+        self._due["tasks"] = 0.0  # this may have been what the job waited for
 
     def _spool(self) -> None:
         if not self._is_due("spool"):
@@ -211,7 +213,7 @@ class Delivery:
             return
         self.works.remove(work)
         self.spooled.extend((work, key) for key in work.unspooled)
-        self._due["finalise"] = 0.0
+        self._due["tasks"] = 0.0
         try:
             commit_part(folder, lease.chunk, lease.epoch, lease.token)
         except OutputError as error:
@@ -224,11 +226,12 @@ class Delivery:
             self._queue.heartbeat(info)
             self._postpone("heartbeat", HEARTBEAT_S)
 
-    def _fire_finalise(self) -> None:
-        if self._is_due("finalise"):
+    def _fire_tasks(self) -> None:
+        if self._is_due("tasks"):
             with redis_errors():
                 dispatch_finalise(self._outbox, self._tasks)
-            self._postpone("finalise", FINALISE_S)
+                dispatch_starts(self._held, self._tasks)
+            self._postpone("tasks", TASKS_S)
 
     def _take(self) -> None:
         # A call that got no answer is repeated with its token, or its chunk would wait for the lease to run out.
