@@ -76,8 +76,8 @@ def make(setup: BackendSetup) -> HybridBackend:
         raise InvalidParameterError(
             "attention_backend",
             f"'fa,cuda' needs a Hopper GPU, nvcc, ninja and apache-tvm-ffi; 16-bit floats; heads of "
-            f"{' or '.join(map(str, HEAD_DIMS))} dimensions, here {heads.head_dim}; at most {MAX_GROUP} query heads per "
-            f"KV head, here {group}; and pages of a multiple of {TILE} tokens, here {pool.page_size}; "
+            f"{' or '.join(map(str, HEAD_DIMS))} dimensions, here {heads.head_dim}; at most {MAX_GROUP} query heads "
+            f"per KV head, here {group}; and pages of a multiple of {TILE} tokens, here {pool.page_size}; "
             "'fa,fi' and 'triton' have none of these limits",
         )
     buffers = setup.make_buffers()

@@ -1,9 +1,8 @@
 """Attention of decode rows whose sequences share a prefix, in two levels (cf. Juravsky et al. 2024, Hydragen).
 
 First all rows of a group attend to the group's prefix, which is read once for all of them: flash-attn without a mask,
-the groups as its sequences. Then each row attends to its own pages: FlashInfer or our own kernel. The results are merged by their
-log-sum-exps. Rows without a group see an empty prefix. Runs inside decode graphs, since groups change through the
-buffers alone.
+the groups as its sequences. Then each row attends to its own pages, and the results are merged by their log-sum-exps.
+Rows without a group see an empty prefix. Runs inside decode graphs, since groups change through the buffers alone.
 """
 
 from __future__ import annotations
