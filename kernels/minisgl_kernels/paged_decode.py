@@ -1,6 +1,7 @@
 """Attention of decode rows over their page lists on a GPU: CUDA C++, or the twin.
 
-Every multiprocessor gets an equal share of all rows' pages, so ragged lengths cost nothing, and the host plans nothing. Reads each key and value once: num_tokens * num_kv_heads * head_dim * 4 bytes.
+Every multiprocessor gets an equal share of all rows' pages, so ragged lengths cost nothing, and the host plans nothing.
+Reads each key and value once: num_tokens * num_kv_heads * head_dim * 4 bytes.
 """
 
 from __future__ import annotations
