@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,7 @@ def test_when_the_first_is_canceled_so_are_those_after_it(
     wait_for("the end of all", all_ended, 20)
     assert {job.status().state for job in jobs} == {JobState.CANCELED}
     assert jobs[0].status().error == ""
-    for before, job in zip(jobs, jobs[1:], strict=False):
+    for before, job in pairwise(jobs):
         assert job.status().error == f"job {before.id}, which it was to follow, was canceled"
     assert deferred(rq_client) == []
     assert list(events)[-1] == JobChanged(JobState.CANCELED)
@@ -218,7 +219,7 @@ def test_a_job_starts_at_its_time(
     assert job.status().state is JobState.FINISHED
 
 
-def test_a_time_that_is_over_holds_nothing(api: Client, running: Group, client: redis.Redis, tmp_path: Path) -> None:
+def test_a_time_that_is_over_holds_nothing(api: Client, running: Group, tmp_path: Path) -> None:
     job = api.submit(["a"], model=MODEL, output=tmp_path, start_at=datetime.now() - FAR)
     assert not job.status().is_held
     assert running.take().job_id == job.id
