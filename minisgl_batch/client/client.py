@@ -1,0 +1,191 @@
+"""A connection to one Redis: submits jobs, finds them again, and looks at workers.
+
+Called by programs, notebooks and the command line; for several threads, not for several processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from minisgl_batch.client.handle import JobHandle
+from minisgl_batch.errors import (
+    InvalidParameterError,
+    JobNotFoundError,
+    JobStateError,
+    QueueError,
+    UsageError,
+)
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_jobs.connection import connect
+from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output
+from minisgl_jobs.model import MAX_CHUNK_ROWS, Priority
+from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.rows import ReadOptions
+from minisgl_jobs.status import JobStatus, WorkerInfo
+from minisgl_jobs.submission import Source, Submission, prepare
+
+logger = logging.getLogger(__name__)
+
+URL_VARIABLE = "MINISGL_REDIS"
+_CHUNKS_PER_APPEND = 16
+
+
+class Client:
+    """A connection to the jobs and workers of one Redis. Close it, or use it as a context manager."""
+
+    def __init__(self, redis_url: str | None = None) -> None:
+        """
+        Args:
+            redis_url: see `minisgl_jobs.connection.connect`; by default what MINISGL_REDIS holds.
+
+        Raises:
+            UsageError: the URL isn't one of Redis, or there is none.
+            RedisUnavailableError: the server can't be reached.
+        """
+        url = redis_url or os.environ.get(URL_VARIABLE)
+        if not url:
+            raise UsageError(f"no Redis URL: give one such as redis://localhost:6379, or set {URL_VARIABLE}")
+        self._redis = connect(url)
+        self._queue = JobQueue(self._redis)
+
+    def submit(
+        self,
+        source: Source,
+        *,
+        model: str,
+        output: str | os.PathLike[str] | None = None,
+        params: SamplingParams | None = None,
+        system: str | None = None,
+        template: str | None = None,
+        chat: bool | None = None,
+        limit: int | None = None,
+        on_error: Literal["fail", "record"] = "fail",
+        priority: Priority | str = Priority.NORMAL,
+        chunk_rows: int = MAX_CHUNK_ROWS,
+        seed: int | None = None,
+        token_ids: bool = False,
+        overwrite: bool = False,
+        job_id: str | None = None,
+        **fields: Any,
+    ) -> JobHandle:
+        """Read an input, check all of it, and queue it as one job. Nothing is queued when anything is wrong.
+
+        Args:
+            source: a JSONL file's path (gzip and zstd too), "-" for stdin, or rows as dicts or prompts.
+            model: the name that workers serve it as.
+            output: a folder that the workers see; by default `outputs/<job id>` here.
+            params: sampling of rows that don't say otherwise.
+            system, template, chat, limit, on_error: see `ReadOptions`.
+            priority: "high", "normal" or "low".
+            chunk_rows: rows per unit of delivery, which is one Parquet part.
+            seed: makes the samples of rows without a seed of their own repeatable.
+            token_ids: write the `output_token_ids` column.
+            overwrite: remove a dataset that is in the output folder.
+            job_id: a name for the job, by default one with the input's name and the date. Submitting the same job (also
+                the same `seed`) under the same name again changes nothing.
+            **fields: sampling fields one by one, such as `max_tokens=16`, over `params`.
+
+        Raises:
+            InvalidInputError: the input can't be read or has faults, which it lists, or holds no rows.
+            OutputError: the output folder holds a dataset, or can't be written.
+            UsageError: an argument has a value that can't be used; names it.
+            JobStateError: another job has this id, or writes to the folder that is to be overwritten.
+            RedisUnavailableError: Redis stayed away. RedisFullError: Redis has no room for the job.
+        """
+        read = ReadOptions(system=system, template=template, chat=chat, limit=limit, on_error=on_error)
+        with prepare(
+            source,
+            model=model,
+            output=output,
+            params=_sampling(params, fields),
+            read=read,
+            priority=priority,
+            chunk_rows=chunk_rows,
+            seed=seed,
+            token_ids=token_ids,
+            overwrite=overwrite,
+            job_id=job_id,
+        ) as submission:
+            job = self.submit_prepared(submission)
+        self.warn_if_unserved(model)
+        return job
+
+    def submit_prepared(self, submission: Submission) -> JobHandle:
+        """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis."""
+        spec, folder = submission.spec, Path(submission.spec.output)
+        if submission.overwrite:
+            self._refuse_running_output(folder, spec.job_id)
+        if self._queue.create(spec):
+            try:
+                payloads = submission.payloads()
+                while batch := dict(islice(payloads, _CHUNKS_PER_APPEND)):
+                    self._queue.append(spec, batch)
+                if submission.overwrite:
+                    clear_dataset(folder)
+                claim_output(folder, spec.job_id)
+                self._queue.seal(spec)
+            except BaseException:
+                with suppress(QueueError):  # what can't be dropped now expires
+                    self._queue.drop(spec)
+                release_output(folder, spec.job_id)
+                raise
+        return JobHandle(self._redis, self._queue, spec.job_id)
+
+    def _refuse_running_output(self, folder: Path, job_id: str) -> None:
+        """Raise JobStateError if another job is about to write to a folder that is to be overwritten."""
+        owner = output_owner(folder)
+        if owner in ("", job_id):
+            return
+        with suppress(JobNotFoundError):  # lost, or of another Redis: nobody writes there
+            state = self._queue.status(owner).state
+            if not state.is_final:
+                raise JobStateError(f"{folder} is the output of job {owner}, which is {state.value}: cancel it first")
+
+    def warn_if_unserved(self, model: str) -> None:
+        """Log a warning when no living worker serves a model."""
+        served = sorted({worker.model for worker in self.workers()})
+        if model not in served:
+            others = f"; workers serve {', '.join(served)}" if served else ""
+            logger.warning("no worker serves %s now: its jobs wait until one does%s", model, others)
+
+    def job(self, job_id: str) -> JobHandle:
+        """A job that was submitted before.
+
+        Raises:
+            JobNotFoundError: there is no such job (any more).
+        """
+        self._queue.find(job_id)
+        return JobHandle(self._redis, self._queue, job_id)
+
+    def jobs(self, *, model: str | None = None, limit: int = 100) -> list[JobStatus]:
+        """The newest jobs, of one model or of all, newest first."""
+        return self._queue.jobs(model=model, limit=limit)
+
+    def workers(self, *, model: str | None = None) -> list[WorkerInfo]:
+        """The living worker groups, of one model or of all."""
+        return self._queue.workers(model=model)
+
+    def close(self) -> None:
+        """Close the connection; handles of jobs end with it."""
+        self._redis.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _sampling(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
+    unknown = fields.keys() - set(SamplingParams.__struct_fields__)
+    if unknown:
+        raise InvalidParameterError(sorted(unknown)[0], "is neither an argument of submit nor a sampling field")
+    return SamplingParams(**fields).over(params or SamplingParams())
