@@ -169,17 +169,20 @@ class JobQueue:
         if not state.is_final:
             raise JobStateError(f"job {job_id} is {state.value}: cancel it before it is purged")
 
-    def pause(self, model: str) -> None:
-        """Hand out nothing more of a model's queue; what runs goes on."""
-        with redis_errors():
-            self._client.set(QueueKeys(queue_name(model)).part("paused"), 1)
-
-    def resume(self, model: str) -> None:
-        """End a pause; workers notice at once."""
+    def pause(self, model: str) -> bool:
+        """Hand out nothing more of a model's queue; what runs goes on. Tells whether the queue was ever used."""
         keys = QueueKeys(queue_name(model))
         with redis_errors():
-            self._client.delete(keys.part("paused"))
+            self._client.set(keys.part("paused"), 1)
+            return bool(self._client.hexists(QUEUES, keys.queue))
+
+    def resume(self, model: str) -> bool:
+        """End a pause; workers notice at once. Tells whether the queue was paused."""
+        keys = QueueKeys(queue_name(model))
+        with redis_errors():
+            was_paused = bool(self._client.delete(keys.part("paused")))
         self._scripts.run("ring", keys.prefix)
+        return was_paused
 
     def workers(self, *, model: str | None = None) -> list[WorkerInfo]:
         """The living worker groups, of one model or of all."""

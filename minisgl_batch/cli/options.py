@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any, TypeVar, get_args
 
 import click
 
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig
+from minisgl_batch.errors import MiniSGLError
 from minisgl_batch.sampling_params import SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -30,6 +33,18 @@ def _all(*options: Callable[[Function], Function]) -> Callable[[Function], Funct
     return decorate
 
 
+def job_shell_complete(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """Ids of jobs for the shell's completion; none where no Redis answers at once, since nothing may be said there."""
+    from minisgl_batch.client import Client
+
+    url = ctx.params.get("redis_url") or os.environ.get("MINISGL_REDIS")
+    if not url:
+        return []
+    with suppress(MiniSGLError), Client(url) as client:
+        return [job.job_id for job in client.jobs(limit=1000) if job.job_id.startswith(incomplete)]
+    return []
+
+
 redis_option = click.option(
     "--redis",
     "redis_url",
@@ -38,7 +53,7 @@ redis_option = click.option(
     help="redis://, rediss://, unix:// or redis+sentinel:// URL.  [env: MINISGL_REDIS; default: a server of its own]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-job_argument = click.argument("job_id", metavar="JOB")
+job_argument = click.argument("job_id", metavar="JOB", shell_complete=job_shell_complete)
 model_option = click.option(
     "--model",
     metavar="MODEL",

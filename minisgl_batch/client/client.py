@@ -192,13 +192,17 @@ class Client:
             others = f"; workers serve {', '.join(served)}" if served else ""
             logger.warning("no worker serves %s now: its jobs wait until one does%s", model, others)
 
-    def pause(self, model: str) -> None:
-        """Hand out nothing more of a model's jobs until `resume`; rows that run go on."""
-        self._queue.pause(model)
+    def pause(self, model: str) -> bool:
+        """Hand out nothing more of a model's jobs until `resume`; rows that run go on.
 
-    def resume(self, model: str) -> None:
-        """End a pause."""
-        self._queue.resume(model)
+        Returns:
+            Whether any job or worker of this model was ever seen: False may be a mistyped name.
+        """
+        return self._queue.pause(model)
+
+    def resume(self, model: str) -> bool:
+        """End a pause; tells whether there was one."""
+        return self._queue.resume(model)
 
     def purge(self, *, model: str | None = None, older_than_s: float = 0.0) -> list[str]:
         """Forget all jobs that have ended, of one model or of all; their datasets stay. Answers their ids.
