@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_batch.child_process import ChildProcess
+from minisgl_batch.config import EngineConfig
+from minisgl_batch.distributed.place import FollowerConfig, places_on_this_host
 from minisgl_batch.hub import model_path
 from minisgl_jobs.connection import connect
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
@@ -37,10 +39,9 @@ def run_worker(options: WorkerOptions, on_ready: Callable[[dict[str, dict[str, A
     def start(directory: Path) -> list[ChildProcess]:
         worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         sockets = str(directory)
-        env = {name: value for name, value in _RANK_ENV.items() if name not in os.environ}
         return [
             ChildProcess("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
-            ChildProcess("rank 0", "minisgl_workers.rank", RankConfig(options.engine, sockets), env),
+            *_start_ranks(options.engine, directory),
             ChildProcess(
                 "tasks",
                 "minisgl_workers.task_runner",
@@ -49,3 +50,14 @@ def run_worker(options: WorkerOptions, on_ready: Callable[[dict[str, dict[str, A
         ]
 
     Supervisor(GroupPlan(start, on_ready)).run()
+
+
+def _start_ranks(engine: EngineConfig, directory: Path) -> list[ChildProcess]:
+    env = {name: value for name, value in _RANK_ENV.items() if name not in os.environ}
+    places = places_on_this_host(engine.tp, directory)
+    first = RankConfig(engine, places[0] if engine.tp > 1 else None, str(directory))
+    ranks = [ChildProcess("rank 0", "minisgl_workers.rank", first, env)]
+    for place in places[1:]:
+        follower = FollowerConfig(engine, place)
+        ranks.append(ChildProcess(f"rank {place.rank}", "minisgl_batch.scheduler.follower", follower, env))
+    return ranks

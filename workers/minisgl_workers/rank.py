@@ -1,11 +1,11 @@
-"""A rank process: the scheduler and the engine of one device, until told to stop."""
+"""The process of rank 0: the scheduler and the engine that a frontend talks to, until told to stop."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from minisgl_batch.child_process import StatusPipe, run_child
-from minisgl_batch.scheduler.factory import make_scheduler
+from minisgl_batch.scheduler.rank import Links, Rank, join
 from minisgl_workers.links import EngineSide
 from minisgl_workers.options import RankConfig
 
@@ -13,9 +13,10 @@ from minisgl_workers.options import RankConfig
 def main(config: RankConfig, status: StatusPipe) -> None:
     link = EngineSide(Path(config.socket_directory))
     try:
-        scheduler = make_scheduler(config.engine, link)
+        rank = Rank(config.engine, link, Links() if config.place is None else join(config.place))
         status.ready()
-        scheduler.run()
+        rank.scheduler.run()
+        rank.close()
     finally:
         link.close()
 
