@@ -49,13 +49,19 @@ def places_on_this_host(size: int, folder: Path) -> list[RankPlace]:
     ]
 
 
+FOLLOWER = "minisgl_batch.scheduler.follower"
+"""The module of a follower's process."""
+
+
 class FollowerConfig(msgspec.Struct, frozen=True):
-    """What a follower, `python -m minisgl_batch.scheduler.follower`, is told.
+    """What a follower is told.
 
     Attributes:
         engine: the engine's options, the same on all ranks.
         place: where it stands.
+        in_worker: it is a worker group's process, whose supervisor wants signs of life.
     """
 
     engine: EngineConfig
     place: RankPlace
+    in_worker: bool = False

@@ -46,7 +46,11 @@ class TickSender:
 
 
 class TickReceiver:
-    """A follower's end."""
+    """A follower's end.
+
+    Attributes:
+        progress: how many ticks have come; None while it waits for one. May be read from another thread.
+    """
 
     def __init__(self, place: RankPlace, store: Store) -> None:
         self._context = zmq.Context()
@@ -55,6 +59,7 @@ class TickReceiver:
         folder = shared_folder(place)
         self._inbox.bind(f"tcp://{own_address(place)}:*" if folder is None else f"ipc://{folder}/rank{place.rank}")
         self._next = 0
+        self.progress: int | None = None
         store.set(_key(place.rank), self._inbox.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def receive(self) -> bytes:
@@ -63,11 +68,13 @@ class TickReceiver:
         Raises:
             RankLostError: a tick is missing.
         """
+        self.progress = None
         message = self._inbox.recv()
         (number,) = _NUMBER.unpack_from(message)
         if number != self._next:
             raise RankLostError(f"tick {number} came in place of tick {self._next}: the connection to rank 0 broke")
         self._next += 1
+        self.progress = self._next
         return message[_NUMBER.size :]
 
     def close(self) -> None:

@@ -5,20 +5,30 @@ Started by the in-process `LLM` and by the supervisor of a worker group.
 
 from __future__ import annotations
 
-from minisgl_batch.child_process import StatusPipe, run_child, setup_logging
+import signal
+
+from minisgl_batch.child_process import StatusPipe, die_with_parent, run_child, setup_logging
 from minisgl_batch.distributed.place import FollowerConfig
 from minisgl_batch.scheduler.rank import Rank, join
 
 
 def main(config: FollowerConfig, status: StatusPipe) -> None:
     setup_logging(f"rank {config.place.rank}")
-    rank = Rank(config.engine, None, join(config.place))
-    try:
-        status.ready()
-        rank.scheduler.run()
-    finally:
-        rank.close()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when it is over
+    if config.in_worker:
+        die_with_parent()
+    links = join(config.place)
+    rank = Rank(config.engine, None, links)
+    status.ready()
+    if config.in_worker:
+        status.start_beats(lambda: links.progress)
+    rank.scheduler.run()
+    rank.close()
+
+
+def _leave(_config: FollowerConfig) -> None:
+    """The lifeline's end. Not by `die_with_parent` in every case: a program may make its LLM in a thread that ends."""
 
 
 if __name__ == "__main__":
-    run_child("rank", FollowerConfig, main)
+    run_child("rank", FollowerConfig, main, on_orphaned=_leave)

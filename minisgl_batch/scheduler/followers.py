@@ -18,17 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from minisgl_batch.child_process import ChildFailed, ChildProcess, ChildReady
+from minisgl_batch.child_process import ChildFailed, ChildProcess
 from minisgl_batch.config import EngineConfig
-from minisgl_batch.distributed.place import FollowerConfig, places_on_this_host
+from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_this_host
 from minisgl_batch.errors import RankLostError, WorkerError
 from minisgl_batch.scheduler.rank import Links, join
 
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 5.0  # an error's effects on other ranks may be seen before the error: by so much at most
-STOP_TIMEOUT_S = 1.0
-FOLLOWER = "minisgl_batch.scheduler.follower"
 # The caller's own program may use all processors, and its output is its own.
 _ENV = {"OMP_WAIT_POLICY": "passive", "MINISGL_LOG_LEVEL": "WARNING"}
 
@@ -94,7 +92,7 @@ class Followers:
         os.write(self._stop_fd, b"x")
         self._watcher.join()
         for child in self._children:
-            child.stop(STOP_TIMEOUT_S)
+            child.stop(0.0)
         os.close(self._wake_fd)
         os.close(self._stop_fd)
         self._folder.cleanup()
@@ -116,9 +114,7 @@ class Followers:
                     if key.fd == self._wake_fd:
                         return None
                     match key.data.read_status():
-                        case ChildReady():
-                            pass
-                        case ChildFailed(exit_code=RankLostError.EXIT_CODE) as failure:
+                        case ChildFailed(is_echo=True) as failure:
                             selector.unregister(key.fd)
                             effect = effect or f"{key.data.name}: {failure.message}"
                             deadline = min(deadline, time.monotonic() + SETTLE_S)
@@ -126,6 +122,8 @@ class Followers:
                             return self._fail(f"{key.data.name}: {failure.message}")
                         case None:
                             return self._fail(f"{key.data.name} {key.data.describe_end()}")
+                        case _:
+                            pass  # it is ready
 
     def _fail(self, message: str) -> None:
         self._failed.set_result(message)

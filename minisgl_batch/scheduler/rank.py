@@ -36,6 +36,12 @@ class Links:
     tp: TPGroup = SINGLE
     ticks: TickSender | TickReceiver | None = None
 
+    @property
+    def progress(self) -> int | None:
+        """Ticks that a follower has begun; None while it waits for one. May be read from another thread."""
+        assert isinstance(self.ticks, TickReceiver)
+        return self.ticks.progress
+
     def close(self) -> None:
         self.tp.close()
         if self.ticks is not None:

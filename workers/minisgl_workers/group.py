@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minisgl_batch.child_process import ChildProcess
+from minisgl_batch.child_process import ChildPlan
 from minisgl_batch.config import EngineConfig
-from minisgl_batch.distributed.place import FollowerConfig, places_on_this_host
+from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_this_host
 from minisgl_batch.hub import model_path
 from minisgl_jobs.connection import connect
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
@@ -36,28 +36,29 @@ def run_worker(options: WorkerOptions, on_ready: Callable[[dict[str, dict[str, A
     model_path(options.engine.model)  # a wrong name or URL shows here, before any process starts
     connect(options.redis_url).close()
 
-    def start(directory: Path) -> list[ChildProcess]:
+    def children(directory: Path) -> list[ChildPlan]:
         worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         sockets = str(directory)
         return [
-            ChildProcess("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
-            *_start_ranks(options.engine, directory),
-            ChildProcess(
+            ChildPlan("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
+            *_ranks(options.engine, directory),
+            ChildPlan(
                 "tasks",
                 "minisgl_workers.task_runner",
                 TaskRunnerConfig(options.redis_url, options.model, worker_id),
+                is_spare=True,
             ),
         ]
 
-    Supervisor(GroupPlan(start, on_ready)).run()
+    Supervisor(GroupPlan(children, on_ready, drain_s=options.drain_s, hang_s=options.hang_s)).run()
 
 
-def _start_ranks(engine: EngineConfig, directory: Path) -> list[ChildProcess]:
+def _ranks(engine: EngineConfig, directory: Path) -> list[ChildPlan]:
     env = {name: value for name, value in _RANK_ENV.items() if name not in os.environ}
     places = places_on_this_host(engine.tp, directory)
     first = RankConfig(engine, places[0] if engine.tp > 1 else None, str(directory))
-    ranks = [ChildProcess("rank 0", "minisgl_workers.rank", first, env)]
-    for place in places[1:]:
-        follower = FollowerConfig(engine, place)
-        ranks.append(ChildProcess(f"rank {place.rank}", "minisgl_batch.scheduler.follower", follower, env))
-    return ranks
+    followers = [
+        ChildPlan(f"rank {place.rank}", FOLLOWER, FollowerConfig(engine, place, in_worker=True), env)
+        for place in places[1:]
+    ]
+    return [ChildPlan("rank 0", "minisgl_workers.rank", first, env), *followers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from minisgl_batch.child_process import StatusPipe, run_child
@@ -11,10 +12,14 @@ from minisgl_workers.options import RankConfig
 
 
 def main(config: RankConfig, status: StatusPipe) -> None:
+    # The frontend tells it when to stop. A service manager may send the signal to all processes of a group, and rows
+    # that run shall finish.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = EngineSide(Path(config.socket_directory))
     try:
         rank = Rank(config.engine, link, Links() if config.place is None else join(config.place))
         status.ready()
+        status.start_beats(lambda: link.progress)
         rank.scheduler.run()
         rank.close()
     finally:
