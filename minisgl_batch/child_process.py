@@ -265,8 +265,10 @@ def setup_logging(name: str) -> None:
 
 
 def die_with_parent() -> None:
-    """On Linux: be killed when the thread that started this process ends. A parent that is gone by now left its mark
-    on the lifeline."""
+    """On Linux: have this process killed when the thread that started it ends, also when it hangs or is stopped.
+
+    A parent that is gone by now left its mark on the lifeline.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
