@@ -66,6 +66,10 @@ class InvalidInputError(UsageError):
         self.num_faults = num_faults
 
 
+class InputUnreachableError(InvalidInputError):
+    """Raised when this machine can't open or read an input, or may not; another worker may."""
+
+
 class ModelError(MiniSGLError):
     """Raised when a model can't be found or loaded, or doesn't fit into memory."""
 
@@ -115,6 +119,10 @@ class TaskRefusedError(QueueError):
 
 class OutputError(MiniSGLError):
     """Raised when a dataset's folder can't be written or read: a full disk, no permission, a missing part."""
+
+
+class OutputNotAllowedError(OutputError):
+    """Raised when a worker may not write where a job wants its dataset; another worker may."""
 
 
 class WorkerError(MiniSGLError):
