@@ -27,15 +27,22 @@ def run_python(program: str) -> str:
 
 
 class Command:
-    """A running `minisgl-batch`. Use as a context manager; leaving kills it if it still runs.
+    """A running `minisgl-batch`, or another module of ours. Use as a context manager; leaving kills it.
 
     Attributes:
         stdout, stderr: what it has said so far; on a terminal, both in `stdout`.
     """
 
-    def __init__(self, *args: object, cwd: Path | None = None, terminal: bool = False, **variables: str) -> None:
+    def __init__(
+        self,
+        *args: object,
+        module: str = "minisgl_batch.cli.main",
+        cwd: Path | None = None,
+        terminal: bool = False,
+        **variables: str,
+    ) -> None:
         """Start it, in a session of its own as in a terminal of its own; `variables` go to its environment."""
-        command = [sys.executable, "-m", "minisgl_batch.cli.main", *map(str, args)]
+        command = [sys.executable, "-m", module, *map(str, args)]
         out, out_writer = pty.openpty() if terminal else os.pipe()
         err, err_writer = (None, out_writer) if terminal else os.pipe()
         env = environment(**variables)

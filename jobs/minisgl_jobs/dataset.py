@@ -88,7 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        return self.state in (JobState.FINISHED, JobState.PARTIAL)
+        return self.state.is_complete
 
 
 def make_manifest(
@@ -155,12 +155,17 @@ def finish_dataset(folder: Path, manifest: Manifest) -> None:
     release_output(folder, manifest.job_id)
 
 
-def reopen_dataset(folder: Path) -> None:
-    """Take `_SUCCESS` away before error rows are tried again.
+def reopen_dataset(folder: Path, job_id: str) -> None:
+    """Make a folder a job's output again and take `_SUCCESS` away, before its error rows are tried again.
 
     Raises:
-        OutputError: the folder can't be written.
+        OutputError: the folder holds another dataset by now, or it can't be written.
     """
+    manifest = read_manifest(folder)
+    if manifest is None or manifest.job_id != job_id:
+        holds = f"the dataset of job {manifest.job_id}" if manifest is not None else "no dataset"
+        raise OutputError(f"{folder} holds {holds} by now, not that of job {job_id}: it can't be retried")
+    claim_output(folder, job_id)
     remove_file(folder / SUCCESS)
 
 

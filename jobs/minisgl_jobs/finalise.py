@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import pyarrow.compute as pc
+
 from minisgl_batch.errors import OutputError
 from minisgl_jobs.dataset import Manifest, finish_dataset, make_manifest, missing_chunks
 from minisgl_jobs.model import JobState
@@ -18,11 +20,13 @@ from minisgl_jobs.parts import (
     commit_part,
     part_name,
     pending_name,
+    read_part,
+    read_part_table,
     remove_leftovers,
     scan_parts,
     write_part,
 )
-from minisgl_jobs.results import results_to_table
+from minisgl_jobs.results import results_to_table, table_to_results
 from minisgl_jobs.spool import decode_result
 
 logger = logging.getLogger(__name__)
@@ -49,14 +53,16 @@ def finalise(outbox: Outbox, job_id: str, epoch: int) -> JobState | None:
     try:
         _make_folder(folder)
         _rename_committed(job, folder)
-        rows_ok, rows_error = _write_left_over(outbox, job, folder) if job.is_canceled else (0, 0)
-        manifest = _manifest(job, scan_parts(folder), job.rows_ok + rows_ok, job.rows_error + rows_error)
+        if job.is_canceled:
+            _write_left_over(outbox, job, folder)
+        manifest = _manifest(job, scan_parts(folder))
         finish_dataset(folder, manifest)
         remove_leftovers(folder, epoch)
     except OutputError as error:
         outbox.note_error(job_id, epoch, str(error))
         raise
-    outbox.finish(job_id, epoch, manifest.state, error=manifest.reason or "")
+    rows = (manifest.num_ok, manifest.num_errors)
+    outbox.finish(job_id, epoch, manifest.state, error=manifest.reason or "", rows=rows if job.is_canceled else None)
     logger.info(
         "job %s is %s: %d rows ok, %d errors", job_id, manifest.state.value, manifest.num_ok, manifest.num_errors
     )
@@ -78,29 +84,33 @@ def _rename_committed(job: FinalisingJob, folder: Path) -> None:
             commit_part(folder, chunk, epoch, token)
 
 
-def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Path) -> tuple[int, int]:
-    """Save the finished rows of chunks that a canceled job didn't finish; tells how many are ok and not."""
-    rows_ok = rows_error = 0
+def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Path) -> None:
+    """Save the finished rows of chunks that a canceled job didn't finish, in a retry beside the old ones."""
     for chunk in job.left_over:
-        results = [decode_result(data) for data in outbox.spooled(job.spec.job_id, chunk).values()]
-        if not results or (folder / part_name(chunk)).exists():
+        path = folder / part_name(chunk)
+        results = {key: decode_result(data) for key, data in outbox.spooled(job.spec.job_id, chunk).items()}
+        if path.exists():
+            if read_part(path).info.epoch == job.epoch:
+                continue  # this was done before
+            old = table_to_results(read_part_table(path))
+            results = {(result.row_index, result.sample_index): result for result in old} | results
+        if not results:
             continue
-        table = results_to_table(results, token_ids=job.spec.token_ids)
+        table = results_to_table(results.values(), token_ids=job.spec.token_ids)
         # No hash of the input: a later job that resumes must not take the chunk for whole.
         info = PartInfo(job_id=job.spec.job_id, chunk=chunk, epoch=job.epoch, input_sha256="", num_rows=table.num_rows)
         write_part(folder, table, info, LEFT_OVER_TOKEN)
         commit_part(folder, chunk, job.epoch, LEFT_OVER_TOKEN)
-        faulty = {result.row_index for result in results if result.status == "error"}
-        rows_error += len(faulty)
-        rows_ok += len({result.row_index for result in results} - faulty)
-    return rows_ok, rows_error
 
 
-def _manifest(job: FinalisingJob, parts: list[Part], rows_ok: int, rows_error: int) -> Manifest:
+def _manifest(job: FinalisingJob, parts: list[Part]) -> Manifest:
     state, reason = _outcome(job, parts)
+    if not state.is_complete:
+        parts = [part for part in parts if part.info.job_id == job.spec.job_id]
+    rows_ok, rows_error = _count_rows(job, parts) if job.is_canceled else (job.rows_ok, job.rows_error)
     return make_manifest(
         job.spec,
-        [part for part in parts if part.info.job_id == job.spec.job_id] if reason else parts,
+        parts,
         state=state,
         epoch=job.epoch,
         num_ok=rows_ok,
@@ -110,9 +120,20 @@ def _manifest(job: FinalisingJob, parts: list[Part], rows_ok: int, rows_error: i
     )
 
 
+def _count_rows(job: FinalisingJob, parts: list[Part]) -> tuple[int, int]:
+    """The rows of a canceled job that are ok and not, from the data: the queue counts whole chunks only."""
+    rows_ok = rows_error = 0
+    for part in parts:
+        table = read_part_table(Path(job.spec.output) / part.name, ["row_index", "status"])
+        failed = set(table.filter(pc.equal(table["status"], "error"))["row_index"].to_pylist())
+        rows_error += len(failed)
+        rows_ok += len(set(table["row_index"].to_pylist()) - failed)
+    return rows_ok, rows_error
+
+
 def _outcome(job: FinalisingJob, parts: list[Part]) -> tuple[JobState, str | None]:
     if job.is_canceled:
-        return JobState.CANCELED, None
+        return JobState.CANCELED, job.cancel_reason or None
     foreign = [part.name for part in parts if part.info.job_id != job.spec.job_id]
     if foreign:
         return JobState.FAILED, f"{job.spec.output} holds parts of another job, such as {foreign[0]}"

@@ -20,7 +20,7 @@ import redis
 
 from minisgl_jobs.connection import SOCKET_TIMEOUT_S
 from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
-from minisgl_jobs.model import SCHEMA_VERSION, JobSpec
+from minisgl_jobs.model import SCHEMA_VERSION, JobSpec, JobState
 from minisgl_jobs.outbox import RETENTION_S
 from minisgl_jobs.scripts import Scripts, redis_errors
 from minisgl_jobs.spool import decode_spool, encode_batch, sample_name
@@ -157,6 +157,17 @@ class ChunkQueue:
         """Extend leases; tells for each what became of it. Call every third of `lease_s`, also without any."""
         args = [arg for lease in leases for arg in (lease.spec.job_id, lease.chunk, lease.token)]
         return [Renewal(answer.decode()) for answer in self._run("renew", self._lease_ms, *args)]
+
+    def canceled(self, job_ids: Iterable[str]) -> set[str]:
+        """Those of these jobs that are being canceled: stop their rows, as after `Renewal.CANCEL`. Changes nothing."""
+        asked = list(job_ids)
+        with redis_errors():
+            pipeline = self._client.pipeline(transaction=False)
+            for job_id in asked:
+                pipeline.hget(self.keys.job(job_id), "state")
+            states = pipeline.execute()
+        canceling = JobState.CANCELING.value.encode()
+        return {job_id for job_id, state in zip(asked, states, strict=True) if state == canceling}
 
     def spool(self, lease: Lease, results: Mapping[tuple[int, int], bytes]) -> bool:
         """Keep finished results, (row, sample) -> encoded; those that are there already stay as they are.

@@ -33,7 +33,12 @@ class JobState(str, Enum):
 
     @property
     def is_final(self) -> bool:
-        return self in (JobState.FINISHED, JobState.PARTIAL, JobState.FAILED, JobState.CANCELED)
+        return self.is_complete or self in (JobState.FAILED, JobState.CANCELED)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the job has ended with a result for every row."""
+        return self in (JobState.FINISHED, JobState.PARTIAL)
 
 
 class Priority(str, Enum):

@@ -36,6 +36,8 @@ class FinalisingJob:
     Attributes:
         epoch: which is being finalised.
         is_canceled: whether the job was canceled.
+        cancel_reason: why, "" when a user wished it.
+        num_done: committed chunks of this epoch.
         rows_ok, rows_error: rows of committed chunks.
         renames: committed chunk -> (token, epoch) of parts whose rename was not confirmed.
         left_over: chunks that were given back and not committed, such as those of a canceled job.
@@ -46,6 +48,8 @@ class FinalisingJob:
     spec: JobSpec
     epoch: int
     is_canceled: bool
+    cancel_reason: str
+    num_done: int
     rows_ok: int
     rows_error: int
     renames: dict[int, tuple[str, int]]
@@ -91,6 +95,8 @@ class Outbox:
             spec=spec,
             epoch=epoch,
             is_canceled=b"canceled" in fields,
+            cancel_reason=fields.get(b"canceled", b"").decode(),
+            num_done=int(fields[b"done"]),
             rows_ok=int(fields[b"ok"]),
             rows_error=int(fields[b"errors"]),
             renames=renames,
@@ -111,14 +117,25 @@ class Outbox:
         self._scripts.run("finerror", self._keys.prefix, job_id, epoch, error)
 
     def finish(
-        self, job_id: str, epoch: int, state: JobState, *, error: str = "", retention_s: float = RETENTION_S
+        self,
+        job_id: str,
+        epoch: int,
+        state: JobState,
+        *,
+        error: str = "",
+        rows: tuple[int, int] | None = None,
+        retention_s: float = RETENTION_S,
     ) -> bool:
         """Give the job its last state; its keys expire after `retention_s`.
+
+        Args:
+            error: why it failed or was canceled.
+            rows: how many are ok and not, when there are others than those of committed chunks.
 
         Returns:
             False when this epoch had been finished before, or another one is under way.
         """
-        args = (job_id, epoch, state.value, int(retention_s * 1000), error)
+        args = (job_id, epoch, state.value, int(retention_s * 1000), error, *(rows or ()))
         return bool(self._scripts.run("findone", self._keys.prefix, *args) == b"done")
 
 

@@ -121,14 +121,20 @@ class JobQueue:
                     logger.warning("not listed: %s", error)
         return sorted(found, key=lambda status: status.created_at, reverse=True)[:limit]
 
-    def cancel(self, job_id: str) -> None:
+    def cancel(self, job_id: str, why: str = "") -> None:
         """Stop a job: nothing new of it starts, and rows that run are given up. Finished rows stay.
+
+        Calling it again is harmless, and ends leases of workers that have died meanwhile.
+
+        Args:
+            job_id: the job.
+            why: what its status will say, unless a user wished it.
 
         Raises:
             JobNotFoundError: there is no such job (any more).
             JobStateError: it has ended, or all of its rows are done.
         """
-        before = JobState(self._run("cancel", job_id).decode())
+        before = JobState(self._run("cancel", job_id, why).decode())
         if before is JobState.FINALISING or (before.is_final and before is not JobState.CANCELED):
             raise JobStateError(f"job {job_id} can't be canceled: it is {before.value}")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
+from minisgl_batch.child_process import setup_logging
 from minisgl_batch.cli.options import engine_config, engine_options, model_option
 from minisgl_batch.cli.worker import require_engine
-from minisgl_workers.process import setup_logging
 
 _PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "transformers")
 

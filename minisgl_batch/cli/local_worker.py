@@ -12,9 +12,17 @@ import time
 from types import TracebackType
 from typing import IO, Any
 
+from minisgl_batch.child_process import (
+    ChildBeat,
+    ChildFailed,
+    ChildProcess,
+    ChildReady,
+    ChildSuspects,
+    StatusPipe,
+    run_child,
+)
 from minisgl_batch.errors import WorkerError
 from minisgl_workers.options import WorkerOptions
-from minisgl_workers.process import ChildFailed, ChildProcess, ChildReady, StatusPipe, run_child
 
 STOP_S = 10.0
 BETWEEN_SIGNALS_S = 0.1  # two at once would count as one
@@ -51,6 +59,8 @@ class LocalWorker:
                 return info
             case ChildFailed(message, _, exit_code):
                 raise WorkerError(message, exit_code=exit_code)
+            case ChildBeat() | ChildSuspects():
+                return None
             case None:
                 raise WorkerError(f"the worker {self._process.describe_end()}")
 
@@ -66,7 +76,7 @@ class LocalWorker:
         self._process.stop(STOP_S)
 
 
-def _stop_at_once() -> None:
+def _stop_at_once(_options: WorkerOptions) -> None:
     """As two signals do, so that the group's sockets are removed; what hangs is ended by the lifeline after that."""
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)

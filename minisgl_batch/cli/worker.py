@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
+from minisgl_batch.child_process import setup_logging
 from minisgl_batch.cli.console import talk
 from minisgl_batch.cli.options import engine_config, engine_options, model_option, redis_option
 from minisgl_batch.cli.service import open_redis
 from minisgl_batch.errors import UsageError
 from minisgl_jobs.connection import safe_url
 from minisgl_jobs.leases import LEASE_S
-from minisgl_workers.options import WorkerOptions
-from minisgl_workers.process import setup_logging
+from minisgl_workers.options import DRAIN_S, HANG_S, WorkerOptions
 
 _ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq")
 
@@ -27,10 +27,11 @@ _ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq")
 @click.option(
     "--drain-s",
     type=click.FloatRange(min=0),
-    default=20.0,
+    default=DRAIN_S,
     show_default=True,
     help="How long running rows may go on after the first Ctrl-C or SIGTERM, in seconds.",
 )
+@click.option("--hang-s", type=click.FloatRange(min=1), default=HANG_S, show_default=True, hidden=True)
 def worker(redis_url: str | None, **options: Any) -> None:
     """Serve a model: run jobs until stopped.
 
@@ -69,7 +70,7 @@ def worker_options(options: dict[str, Any], redis_url: str) -> WorkerOptions:
     Raises:
         InvalidParameterError: a value can't be used; names the field.
     """
-    timing = {name: options[name] for name in ("lease_s", "drain_s") if name in options}
+    timing = {name: options[name] for name in ("lease_s", "drain_s", "hang_s") if name in options}
     return WorkerOptions(
         engine=engine_config(options),
         redis_url=redis_url,

@@ -145,8 +145,8 @@ def test_success_stands_only_beside_a_complete_dataset(tmp_path: Path) -> None:
     finish_dataset(tmp_path, make(tmp_path, 1, JobState.PARTIAL))
     finish_dataset(tmp_path, make(tmp_path, 1, JobState.PARTIAL))
     assert SUCCESS in names(tmp_path)
-    reopen_dataset(tmp_path)
-    reopen_dataset(tmp_path)
+    reopen_dataset(tmp_path, "j")
+    reopen_dataset(tmp_path, "j")
     assert SUCCESS not in names(tmp_path)
     for state in (JobState.CANCELED, JobState.FAILED):
         (tmp_path / SUCCESS).touch()

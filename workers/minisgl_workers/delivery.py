@@ -18,6 +18,7 @@ from minisgl_jobs.leases import ChunkQueue, Commit, Lease, Renewal
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.parts import PartInfo, commit_part, remove_file, write_part
 from minisgl_jobs.results import results_to_table
+from minisgl_jobs.retry import results_to_keep
 from minisgl_jobs.scripts import redis_errors
 from minisgl_jobs.spool import encode_result
 from minisgl_jobs.status import WorkerInfo
@@ -26,7 +27,8 @@ from minisgl_workers.work import ChunkWork
 
 logger = logging.getLogger(__name__)
 
-RENEW_S = 1.0  # also bounds how long a cancel goes unnoticed
+RENEW_S = 1.0
+CANCEL_S = 0.02  # between looks for jobs that were canceled
 SPOOL_S = 0.1  # a crash costs the rows that finished since
 HEARTBEAT_S = 3.0
 FINALISE_S = 5.0  # between looks for jobs whose finalise somebody else should have fired
@@ -59,7 +61,7 @@ class Delivery:
         self.works: list[ChunkWork] = []
         self.stopped: list[ChunkWork] = []
         self.spooled: list[tuple[ChunkWork, tuple[int, int]]] = []
-        self._due = {"renew": 0.0, "heartbeat": 0.0, "finalise": 0.0, "redis": 0.0, "spool": 0.0, "write": 0.0}
+        self._due = dict.fromkeys(("redis", "renew", "cancel", "spool", "write", "heartbeat", "finalise"), 0.0)
         self._is_away = False
         self._take_token = secrets.token_hex(16)
 
@@ -69,6 +71,7 @@ class Delivery:
             return
         try:
             self._renew()
+            self._look_for_canceled()
             self._spool()
             self._commit()
             self._heartbeat(info)
@@ -123,10 +126,29 @@ class Delivery:
                 logger.warning("chunk %d of job %s went to another worker", work.lease.chunk, work.job_id)
                 self._drop(work)
             elif answer is Renewal.CANCEL:
-                self._spool_work(work)
-                self._queue.handback([work.lease])
-                self._drop(work)
-                self._due["finalise"] = 0.0  # this may have been what the job waited for
+                self._give_up(work)
+
+    def _look_for_canceled(self) -> None:
+        """Renewals tell of a cancel too, but rows are to stop at once."""
+        if not self.works or not self._is_due("cancel"):
+            return
+        self._postpone("cancel", CANCEL_S)
+        canceled = self._queue.canceled({work.job_id for work in self.works})
+        for work in [work for work in self.works if work.job_id in canceled]:
+            self._give_up(work)
+
+    def _give_up(self, work: ChunkWork) -> None:
+        """Stop a canceled job's rows; those that are finished stay. A complete chunk is committed as any other."""
+        if work.is_complete:
+            return
+        try:
+            self._spool_work(work)
+        except RedisFullError as error:
+            logger.warning("finished rows of canceled job %s are kept in memory: %s", work.job_id, error)
+            return  # there will be room, or the chunk will be complete
+        self._queue.handback([work.lease])
+        self._drop(work)
+        self._due["finalise"] = 0.0  # this may have been what the job waited for
 
     def _spool(self) -> None:
         if not self._is_due("spool"):
@@ -212,7 +234,10 @@ class Delivery:
         # A call that got no answer is repeated with its token, or its chunk would wait for the lease to run out.
         while self._has_room() and (lease := self._queue.take(self._take_token)) is not None:
             self._take_token = secrets.token_hex(16)
-            self.works.append(ChunkWork(lease))
+            work = ChunkWork(lease)
+            if lease.epoch > 0:
+                work.keep(results_to_keep(Path(lease.spec.output), lease.chunk, work.input_sha256))
+            self.works.append(work)
 
     def _has_room(self) -> bool:
         if not self._is_due("write") or any(work.lease.is_solo for work in self.works):

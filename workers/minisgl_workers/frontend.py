@@ -11,11 +11,13 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from minisgl_batch.child_process import StatusPipe, run_child
 from minisgl_batch.errors import RequestError
 from minisgl_batch.hub import model_path
 from minisgl_batch.messages import (
@@ -40,8 +42,8 @@ from minisgl_jobs.tasks import task_queue
 from minisgl_workers.delivery import Delivery
 from minisgl_workers.links import FrontendSide
 from minisgl_workers.options import FrontendConfig
-from minisgl_workers.process import StatusPipe, run_child
 from minisgl_workers.publishing import Publishing, RunningSample
+from minisgl_workers.socket_directory import remove_socket_directory
 from minisgl_workers.work import ChunkWork
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,12 @@ class _Rate:
 
 
 class Frontend:
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Attributes:
+        num_rounds: of the loop, which never rests for longer than a call of Redis takes.
+        suspects: a chunk that has killed workers runs, alone. Told to `on_suspicion` when it changes.
+    """
 
     def __init__(
         self,
@@ -74,7 +81,11 @@ class Frontend:
         link: FrontendSide,
         tokenizer: ModelTokenizer,
         info: WorkerInfo,
+        on_suspicion: Callable[[bool], None],
     ) -> None:
+        self.num_rounds = 0
+        self.suspects = False
+        self._on_suspicion = on_suspicion
         self._delivery = delivery
         self._publishing = publishing
         self._link = link
@@ -97,6 +108,7 @@ class Frontend:
         """Serve until drained."""
         self._max_seq_len = max_seq_len
         while not self._is_drained():
+            self.num_rounds += 1
             self._exchange_with_redis()
             self._start_rows()
             if self._delivery.works:
@@ -143,6 +155,10 @@ class Frontend:
     def _start_rows(self) -> None:
         """Send the engine what may run now: all rows of a chunk, or the next part of one that runs alone."""
         works = self._delivery.works
+        suspects = len(works) == 1 and works[0].lease.is_solo
+        if suspects != self.suspects:
+            self.suspects = suspects
+            self._on_suspicion(suspects)
         for work in works:
             if work.lease.is_solo and len(works) > 1:
                 continue
@@ -238,10 +254,12 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
         since=time.time(),
         description=ready.description,
     )
-    frontend = Frontend(delivery, Publishing(TokenPublisher(client, options.model)), link, tokenizer, info)
+    publishing = Publishing(TokenPublisher(client, options.model))
+    frontend = Frontend(delivery, publishing, link, tokenizer, info, status.suspects)
     signal.signal(signal.SIGTERM, lambda *_: frontend.drain(options.drain_s))
     queue.heartbeat(info)  # who is told that this group serves finds it among the workers
     status.ready(engine=ready.description, max_seq_len=ready.max_seq_len, num_pages=ready.num_pages)
+    status.start_beats(lambda: frontend.num_rounds)
     frontend.run(ready.max_seq_len)
     link.close()
 
@@ -253,4 +271,5 @@ def _wait_for_engine(link: FrontendSide) -> Ready:
 
 
 if __name__ == "__main__":
-    run_child("frontend", FrontendConfig, main)
+    # Of the group's processes it is this one that tidies up behind a killed supervisor.
+    run_child("frontend", FrontendConfig, main, lambda config: remove_socket_directory(Path(config.socket_directory)))

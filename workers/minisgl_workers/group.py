@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from minisgl_batch.child_process import ChildPlan
 from minisgl_batch.hub import model_path
 from minisgl_jobs.connection import connect
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
-from minisgl_workers.process import ChildProcess
 from minisgl_workers.supervisor import GroupPlan, Supervisor
 
 # A service in the background must not spin while it waits for its other threads: on a busy machine that costs far more
@@ -34,18 +34,19 @@ def run_worker(options: WorkerOptions, on_ready: Callable[[dict[str, dict[str, A
     model_path(options.engine.model)  # a wrong name or URL shows here, before any process starts
     connect(options.redis_url).close()
 
-    def start(directory: Path) -> list[ChildProcess]:
+    def children(directory: Path) -> list[ChildPlan]:
         worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         sockets = str(directory)
         env = {name: value for name, value in _RANK_ENV.items() if name not in os.environ}
         return [
-            ChildProcess("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
-            ChildProcess("rank 0", "minisgl_workers.rank", RankConfig(options.engine, sockets), env),
-            ChildProcess(
+            ChildPlan("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
+            ChildPlan("rank 0", "minisgl_workers.rank", RankConfig(options.engine, sockets), env),
+            ChildPlan(
                 "tasks",
                 "minisgl_workers.task_runner",
                 TaskRunnerConfig(options.redis_url, options.model, worker_id),
+                is_spare=True,
             ),
         ]
 
-    Supervisor(GroupPlan(start, on_ready)).run()
+    Supervisor(GroupPlan(children, on_ready, drain_s=options.drain_s, hang_s=options.hang_s)).run()

@@ -44,13 +44,24 @@ class _Link:
 
 
 class EngineSide(_Link):
-    """Rank 0's end; a scheduler's MessageSource."""
+    """Rank 0's end; a scheduler's MessageSource.
+
+    Attributes:
+        progress: how often the scheduler has looked for messages, which it does before each step; None while it waits
+            for one, having nothing else to do. May be read from another thread.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(inbox=directory / "rank0", peer=directory / "frontend")
+        self.progress: int | None = None
+        self._num_looks = 0
 
     def receive(self, *, block: bool) -> list[ToEngine]:
-        return [to_engine_decoder.decode(raw) for raw in self._receive_all(None if block else 0)]
+        self._num_looks += 1
+        self.progress = None if block else self._num_looks
+        received = self._receive_all(None if block else 0)
+        self.progress = self._num_looks
+        return [to_engine_decoder.decode(raw) for raw in received]
 
     def send(self, message: FromEngine) -> None:
         self._peer.send(encoder.encode(message))

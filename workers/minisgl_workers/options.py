@@ -7,6 +7,9 @@ import msgspec
 from minisgl_batch.config import EngineConfig
 from minisgl_jobs.leases import LEASE_S
 
+DRAIN_S = 20.0
+HANG_S = 300.0
+
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of one worker group.
@@ -17,13 +20,16 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
         served_model_name: what jobs call the model; by default what it was given as.
         lease_s: how long a chunk stays with this group once it went silent.
         drain_s: how long running rows may go on after the first SIGTERM before they are handed back.
+        hang_s: a process of the group that has work and makes no progress for so long is taken for hanging, and the
+            group is started again. More than the longest step takes, the compilation of kernels in it included.
     """
 
     engine: EngineConfig
     redis_url: str
     served_model_name: str | None = None
     lease_s: float = LEASE_S
-    drain_s: float = 20.0
+    drain_s: float = DRAIN_S
+    hang_s: float = HANG_S
 
     @property
     def model(self) -> str:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
+from minisgl_batch.child_process import StatusPipe, run_child
 from minisgl_batch.scheduler.factory import make_scheduler
 from minisgl_workers.links import EngineSide
 from minisgl_workers.options import RankConfig
-from minisgl_workers.process import StatusPipe, run_child
 
 
 def main(config: RankConfig, status: StatusPipe) -> None:
+    # The frontend tells it when to stop. A service manager may send the signal to all processes of a group, and rows
+    # that run shall finish.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = EngineSide(Path(config.socket_directory))
     try:
         scheduler = make_scheduler(config.engine, link)
         status.ready()
+        status.start_beats(lambda: link.progress)
         scheduler.run()
     finally:
         link.close()

@@ -1,10 +1,9 @@
-"""The supervisor of a worker group: starts its processes, watches them, and starts them again when one dies.
+"""The supervisor of a worker group: keeps its processes running, and brings them to an end.
 
-    starting --all ready--> serving --a process died--> (backoff) --> starting
+    starting --all ready--> serving --a process died or hangs--> (backoff) --> starting
     serving --first SIGTERM/SIGINT--> draining --the frontend left--> stopped; a second signal stops at once
 
-A group lives and dies as one, since ranks hold each other's state and the frontend's requests are in the ranks.
-Nothing is lost with it: leases run out, and finished rows are in Redis. Knows nothing of what the processes do.
+Nothing is lost with a group: leases run out, and finished rows are in Redis. Knows nothing of what the processes do.
 """
 
 from __future__ import annotations
@@ -13,24 +12,22 @@ import logging
 import os
 import selectors
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from minisgl_batch.child_process import ChildFailed, ChildPlan
 from minisgl_batch.errors import WorkerError
-from minisgl_workers.process import ChildFailed, ChildProcess, ChildReady
+from minisgl_workers.children import STABLE_AFTER_S, Children, backoff_s
+from minisgl_workers.socket_directory import socket_directory
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 1.0
-MAX_BACKOFF_S = 30.0
-STABLE_AFTER_S = 60.0  # a group that served this long begins its backoff anew
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 5.0  # for processes whose work is done
 
 
 @dataclass(frozen=True)
@@ -38,19 +35,25 @@ class GroupPlan:
     """What a worker group consists of.
 
     Attributes:
-        start: starts all processes, given a private directory for their sockets. The first one is the frontend: it
-            drains the group on SIGTERM, and ends when nothing is left to do.
+        children: its processes, given a private directory for their sockets. The first one is the frontend: it drains
+            the group on SIGTERM, and ends when nothing is left to do.
         on_ready: called with the ready information of each process, by name, whenever all are ready.
+        drain_s: how long the frontend lets what runs go on.
+        drain_margin_s: how long it may take after that, for its last calls of Redis, which may be slow or away.
+        hang_s: a process that has work and doesn't get on for so long is taken for hanging.
         max_failures: deaths in a row after which the supervisor gives up.
     """
 
-    start: Callable[[Path], list[ChildProcess]]
+    children: Callable[[Path], Sequence[ChildPlan]]
     on_ready: Callable[[dict[str, dict[str, Any]]], None]
+    drain_s: float
+    hang_s: float
+    drain_margin_s: float = 15.0
     max_failures: int = 8
 
 
 class Supervisor:
-    """Runs one group until it is told to stop."""
+    """Runs one group until it is told to stop. For the main thread."""
 
     def __init__(self, plan: GroupPlan) -> None:
         self._plan = plan
@@ -68,55 +71,53 @@ class Supervisor:
         with self._signals():
             while True:
                 started = time.monotonic()
-                with tempfile.TemporaryDirectory(prefix="minisgl-") as directory:
-                    failure = self._run_group(Path(directory))
+                with socket_directory() as directory:
+                    children = Children(self._plan.children(directory), self._plan.hang_s)
+                    failure = self._serve(children)
                 if failure is None:
                     return
-                num_failures = 1 if time.monotonic() - started > STABLE_AFTER_S else num_failures + 1
+                if self._num_signals:
+                    logger.error("%s while it was stopping; what was under way runs again elsewhere", failure.message)
+                    return
+                if not children.suspects:  # rows that kill their worker are found and given up: that takes some deaths
+                    num_failures = 1 if time.monotonic() - started > STABLE_AFTER_S else num_failures + 1
                 if not self._was_ready or num_failures > self._plan.max_failures:
                     raise WorkerError(failure.message, exit_code=failure.exit_code)
-                backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (num_failures - 1))
-                logger.error("%s; starting the group again in %.0f s", failure.message, backoff_s)
-                if self._wait_for_signal(backoff_s):
+                delay_s = backoff_s(max(1, num_failures))
+                logger.error("%s; starting the group again in %.0f s", failure.message, delay_s)
+                if self._sleep(delay_s):
                     return
 
-    def _run_group(self, directory: Path) -> ChildFailed | None:
+    def _serve(self, children: Children) -> ChildFailed | None:
         """Start a group and watch it. None once it was stopped on purpose, else why it ended."""
-        children = self._plan.start(directory)
-        frontend = children[0]
-        ready: dict[str, dict[str, Any]] = {}
+        is_ready, num_signals, drained_by = False, self._num_signals, float("inf")
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._wake_fd, selectors.EVENT_READ)
-                for child in children:
-                    selector.register(child.status_fd, selectors.EVENT_READ, child)
-                while True:
-                    for key, _ in selector.select():
-                        child = key.data
-                        if child is None:
-                            os.read(self._wake_fd, 64)
-                            if self._num_signals > 1 or len(ready) < len(children):
-                                return None
-                            logger.info("stopping: finishing or handing back what runs; a second signal stops at once")
-                            frontend.send_signal(signal.SIGTERM)
-                            continue
-                        match child.read_status():
-                            case ChildReady(info):
-                                ready[child.name] = info
-                                if len(ready) == len(children):
-                                    self._was_ready = True
-                                    self._plan.on_ready(ready)
-                            case ChildFailed() as failure:
-                                return failure
-                            case None:
-                                if child is frontend and self._num_signals:
-                                    return None
-                                return ChildFailed(f"{child.name} {child.describe_end()}", expected=False, exit_code=1)
+            children.start(self._wake_fd)
+            while True:
+                children.wait()
+                if children.is_ready and not is_ready:
+                    is_ready = self._was_ready = True
+                    self._plan.on_ready(children.ready_info)
+                if self._num_signals > num_signals:
+                    os.read(self._wake_fd, 64)
+                    num_signals = self._num_signals
+                    if num_signals > 1 or not is_ready:
+                        return None
+                    logger.info("stopping: finishing or handing back what runs; a second signal stops at once")
+                    children.drain()
+                    drained_by = time.monotonic() + self._plan.drain_s + self._plan.drain_margin_s
+                if children.failure is not None:
+                    return children.failure
+                if children.has_left:
+                    return None if num_signals else ChildFailed("the frontend left", False, 1)
+                if time.monotonic() > drained_by:
+                    logger.error("the frontend did not come to an end; what was under way runs again elsewhere")
+                    return None
         finally:
-            for child in children:
-                child.stop(STOP_TIMEOUT_S if self._num_signals == 1 else 0.0)
+            children.stop(STOP_TIMEOUT_S if children.has_left and self._num_signals < 2 else 0.0)
 
-    def _wait_for_signal(self, timeout_s: float) -> bool:
+    def _sleep(self, timeout_s: float) -> bool:
+        """Wait; true when a signal came meanwhile."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_fd, selectors.EVENT_READ)
             return bool(selector.select(timeout_s))

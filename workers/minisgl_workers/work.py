@@ -55,6 +55,14 @@ class ChunkWork:
         self._parts = self._plan([row for row in rows if row.row_index in self._left])
         self._started: set[int] = set()  # rows of the part that runs
 
+    def keep(self, results: Iterable[RowResult]) -> None:
+        """Take results that are on disk already, before the first part runs; those that are here stay as they are."""
+        for result in results:
+            key = (result.row_index, result.sample_index)
+            if key not in self.results and result.sample_index < self._num_samples.get(result.row_index, 0):
+                self._keep(result)
+        self._parts = self._plan([row for part in self._parts for row in part if row.row_index in self._left])
+
     @property
     def job_id(self) -> str:
         return self.lease.spec.job_id
@@ -114,22 +122,25 @@ class ChunkWork:
         )
 
     def fail(self, row: Row, error: RowError | RequestError) -> None:
-        """Take a row that can't be run at all: it has one result, whatever its number of samples."""
+        """Take a row that can't be run (any more): it has one result, but finished samples stay beside the others'."""
         if isinstance(error, RequestError):
             error = RowError(error.error_type, str(error))
-        self._add(
-            RowResult(
-                row_index=row.row_index,
-                custom_id=row.custom_id,
-                status="error",
-                finish_reason="error",
-                error=error,
-                model=self.lease.spec.model,
-                queued_at=self.lease.spec.submitted_at,
-                finished_at=time.time(),
-                metadata=row.metadata,
+        missing = self.missing_samples(row)
+        for sample_index in missing if len(missing) < self._num_samples[row.row_index] else [0]:
+            self._add(
+                RowResult(
+                    row_index=row.row_index,
+                    sample_index=sample_index,
+                    custom_id=row.custom_id,
+                    status="error",
+                    finish_reason="error",
+                    error=error,
+                    model=self.lease.spec.model,
+                    queued_at=self.lease.spec.submitted_at,
+                    finished_at=time.time(),
+                    metadata=row.metadata,
+                )
             )
-        )
         self._left.pop(row.row_index, None)
 
     def count_rows(self) -> tuple[int, int]:

@@ -5,7 +5,9 @@
 -- ARGV[2]  epoch     that was finalised
 -- ARGV[3]  state     finished, partial, failed or canceled
 -- ARGV[4]  ttl_ms
--- ARGV[5]  error     why it failed, else ''
+-- ARGV[5]  error     why it failed or was canceled, else ''
+-- ARGV[6]  ok        rows that succeeded, and
+-- ARGV[7]  errors    error rows, when they aren't those of the committed chunks
 --
 -- Returns 'done', 'again' (it has a last state) or 'stale' (another epoch, or not finalising).
 
@@ -24,6 +26,9 @@ for _, chunk in ipairs(redis.call('LRANGE', job_key(job, 'todo'), 0, -1)) do
 end
 redis.call('UNLINK', job_key(job, 'todo'), job_key(job, 'poison'), job_key(job, 'renames'))
 redis.call('HSET', job_key(job), 'finished_at', now_ms, 'error', why)
+if ARGV[6] then
+  redis.call('HSET', job_key(job), 'ok', ARGV[6], 'errors', ARGV[7])
+end
 set_state(job, state)
 expire(job, ttl_ms)
 redis.call('ZREM', key.fin, job)

@@ -1,9 +1,4 @@
-"""Submits jobs and follows them: what a program needs that isn't a worker. Imports no torch.
-
-    with Client("redis://localhost:6379") as client:
-        job = client.submit(["What is 17 + 25?"], model="demo", output="answers", max_tokens=16)
-        job.wait()
-        for row in job.rows(): print(row.text)
+"""A connection to one Redis: submits jobs, finds them again, and looks at workers.
 
 Called by programs, notebooks and the command line; for several threads, not for several processes.
 """
@@ -12,35 +7,25 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import pyarrow as pa
-import redis
-
+from minisgl_batch.client.handle import JobHandle
 from minisgl_batch.errors import (
     InvalidParameterError,
     JobNotFoundError,
     JobStateError,
-    JobTimeoutError,
     QueueError,
-    RedisUnavailableError,
     UsageError,
 )
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
-from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output, reopen_dataset
-from minisgl_jobs.job_results import JobResults
-from minisgl_jobs.model import MAX_CHUNK_ROWS, JobState, Priority, RowResult
+from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output
+from minisgl_jobs.model import MAX_CHUNK_ROWS, Priority
 from minisgl_jobs.queue import JobQueue
-from minisgl_jobs.reader import OUTAGE_S, Event, TokenReader
-from minisgl_jobs.results import result_schema, table_to_results
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
 from minisgl_jobs.submission import Source, Submission, prepare
@@ -48,35 +33,7 @@ from minisgl_jobs.submission import Source, Submission, prepare
 logger = logging.getLogger(__name__)
 
 URL_VARIABLE = "MINISGL_REDIS"
-POLL_S = 0.1
 _CHUNKS_PER_APPEND = 16
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a job is.
-
-    Attributes:
-        status: what the queue knows.
-        rows_done: rows that are finished, those of unfinished chunks (about, with several samples a row) included.
-        tokens_per_s: that the job's workers generate, for all of their jobs.
-        cached_share: of the prompt tokens of these workers since they started; None when nothing ran yet.
-        eta_s: until the last row, from the rows so far; None when nothing can be said.
-    """
-
-    status: JobStatus
-    rows_done: int
-    tokens_per_s: float
-    cached_share: float | None
-    eta_s: float | None
-
-    @property
-    def state(self) -> JobState:
-        return self.status.state
-
-    @property
-    def num_rows(self) -> int:
-        return self.status.spec.num_rows
 
 
 class Client:
@@ -225,143 +182,6 @@ class Client:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-class JobHandle:
-    """One job of a Client.
-
-    Its states: submitting, queued, running, canceling, finalising, and at last one of finished (every row succeeded),
-    partial (complete, with error rows), failed and canceled. A retry takes a partial job back to queued.
-
-    Methods raise JobNotFoundError when the job is gone (finished jobs expire), and RedisUnavailableError.
-    """
-
-    def __init__(self, client: redis.Redis, queue: JobQueue, job_id: str) -> None:
-        self.id = job_id
-        self._redis = client
-        self._queue = queue
-        self._results = JobResults(queue, job_id)
-
-    def __repr__(self) -> str:
-        return f"JobHandle({self.id!r})"
-
-    def status(self) -> JobStatus:
-        """All that the queue knows about the job."""
-        return self._queue.status(self.id)
-
-    def progress(self) -> Progress:
-        """How far the job is."""
-        status = self.status()
-        spec = status.spec
-        busy = {lease.worker_id for lease in status.leases}
-        workers = [worker for worker in self._queue.workers(model=spec.model) if worker.worker_id in busy]
-        prompt_tokens = sum(worker.prompt_tokens for worker in workers)
-        rows_done = min(spec.num_rows, status.rows_done + status.num_spooled // (spec.params.n or 1))
-        return Progress(
-            status=status,
-            rows_done=rows_done,
-            tokens_per_s=sum(worker.tokens_per_s for worker in workers),
-            cached_share=sum(worker.cached_tokens for worker in workers) / prompt_tokens if prompt_tokens else None,
-            eta_s=_eta(status, rows_done),
-        )
-
-    def watch(self, poll_s: float = POLL_S) -> Iterator[Progress]:
-        """The job's progress every `poll_s`, until it has ended. Puts up with a Redis that is away for two minutes."""
-        away_since: float | None = None
-        while True:
-            try:
-                progress = self.progress()
-                away_since = None
-            except RedisUnavailableError:
-                away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > OUTAGE_S:
-                    raise
-            else:
-                yield progress
-                if progress.state.is_final:
-                    return
-            time.sleep(poll_s)
-
-    def wait(self, timeout_s: float | None = None) -> JobStatus:
-        """Wait until the job has ended, and answer its last status.
-
-        Raises:
-            JobTimeoutError: it hasn't ended within `timeout_s`.
-        """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for progress in self.watch():
-            if progress.state.is_final:
-                return progress.status
-            if deadline is not None and time.monotonic() >= deadline:
-                raise JobTimeoutError(f"job {self.id} is still {progress.state.value} after {timeout_s:g} s")
-        raise AssertionError("watch ends with a final status")
-
-    def cancel(self) -> None:
-        """Stop the job; finished rows stay.
-
-        Raises:
-            JobStateError: it has ended, or all of its rows are done.
-        """
-        self._queue.cancel(self.id)
-
-    def retry(self) -> None:
-        """Run the chunks with error rows of a partial job again.
-
-        Raises:
-            JobStateError: the job isn't partial.
-            OutputError: the output folder can't be written.
-        """
-        status = self.status()
-        if status.state is JobState.PARTIAL:
-            reopen_dataset(Path(status.spec.output))
-        self._queue.retry(self.id)
-
-    def stream(self, rows: Collection[int] | None = None) -> Iterator[Event]:
-        """Every token once, whenever the caller comes: RowStarted, RowText and RowFinished as they happen.
-
-        The texts of a sample since its last RowStarted, put together, are its text. Ends with the job.
-
-        Args:
-            rows: indices of the rows to read; by default all.
-
-        Raises:
-            UsageError: the job has no such row.
-            OutputError: finished rows are in a folder that isn't here.
-        """
-        num_rows = self.status().spec.num_rows
-        for row in rows or ():
-            if not 0 <= row < num_rows:
-                raise UsageError(f"job {self.id} has no row {row}: its rows are 0 to {num_rows - 1}")
-        return iter(TokenReader(self._redis, self.id, self._results.fetch, rows=rows))
-
-    def results(self, *, partial: bool = False) -> pa.Table:
-        """The results as an Arrow table. Arguments and errors as `batches`."""
-        batches = list(self.batches(partial=partial))
-        schema = batches[0].schema if batches else result_schema(token_ids=self.status().spec.token_ids)
-        return pa.Table.from_batches(batches, schema)
-
-    def rows(self, *, partial: bool = False) -> Iterator[RowResult]:
-        """The results one by one, in row order. Arguments and errors as `batches`."""
-        for batch in self.batches(partial=partial):
-            yield from table_to_results(pa.Table.from_batches([batch]))
-
-    def batches(self, *, partial: bool = False) -> Iterator[pa.RecordBatch]:
-        """The results in row order, a part of the dataset at a time: for more than fits into memory.
-
-        Args:
-            partial: those that are finished so far, while the job runs.
-
-        Raises:
-            JobStateError: the job hasn't ended, and `partial` wasn't asked for.
-            OutputError: the output folder isn't on this machine, or is damaged.
-        """
-        return self._results.batches(partial=partial)
-
-
-def _eta(status: JobStatus, rows_done: int) -> float | None:
-    if status.state is not JobState.RUNNING or status.started_at is None or not rows_done or status.epoch:
-        return None  # rows that an earlier epoch finished say nothing about the rate
-    return (status.now - status.started_at) / rows_done * (status.spec.num_rows - rows_done)
 
 
 def _sampling(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:

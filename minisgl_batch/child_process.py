@@ -1,19 +1,23 @@
-"""Child processes of a worker group: how they are started, how they say that they are ready or failed, how they end.
+"""Child processes: how they are started, how they say that they are ready or failed, how they end.
 
 A child gets its configuration as the first line of its standard input, which then stays open as a lifeline: when the
-parent is gone, however it went, the child sees the end of file and leaves at once. It answers on a status pipe. Knows
-nothing of what the children do; used by the supervisor (parent side) and by each child's `main`.
+parent is gone, however it went, the child sees the end of file and leaves at once. It answers on a status pipe: ready,
+failed, and in between a beat each second that shows whether it gets on. Knows nothing of what the children do. Used by
+the supervisor of a worker group and by `LLM` (parent side), and by each child's `main`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import IO, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -22,7 +26,9 @@ from minisgl_batch.errors import MiniSGLError
 
 logger = logging.getLogger(__name__)
 
+BEAT_S = 1.0
 _STATUS_FD_ENV = "MINISGL_STATUS_FD"
+_PR_SET_PDEATHSIG = 1
 Config = TypeVar("Config", bound=msgspec.Struct)
 
 
@@ -33,15 +39,58 @@ class ChildReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class ChildFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The child ends because of an error; `expected` ones are the user's to solve and need no traceback."""
+    """The child ends because of an error.
+
+    Attributes:
+        message: what happened.
+        expected: the user can solve it, and needs no traceback.
+        exit_code: for the command that started it all.
+        at_s: when, on the monotonic clock, which the processes of a machine share.
+    """
 
     message: str
     expected: bool
     exit_code: int
+    at_s: float = 0.0
 
 
-ChildStatus: TypeAlias = ChildReady | ChildFailed
+class ChildBeat(msgspec.Struct, frozen=True, tag="beat"):
+    """A sign of life. `progress` is another number when the child got on since; None when it has nothing to do."""
+
+    progress: int | None
+
+
+class ChildSuspects(msgspec.Struct, frozen=True, tag="suspects"):
+    """From now on the child works on what has killed its like before, or no more: its death tells nothing of itself."""
+
+    suspects: bool
+
+
+ChildStatus: TypeAlias = ChildReady | ChildFailed | ChildBeat | ChildSuspects
 _status_decoder: msgspec.json.Decoder[ChildStatus] = msgspec.json.Decoder(ChildStatus)
+
+
+@dataclass(frozen=True)
+class ChildPlan:
+    """How to start a child.
+
+    Attributes:
+        name: for logs.
+        module: what `python -m` runs; its main calls `run_child`.
+        config: what it is told.
+        env: additions to its environment.
+        is_spare: the others do without it for a while: when it dies it alone is started again.
+    """
+
+    name: str
+    module: str
+    config: msgspec.Struct
+    env: dict[str, str] = field(default_factory=dict)
+    is_spare: bool = False
+
+    def start(self) -> ChildProcess:
+        """Start it."""
+        return ChildProcess(self.name, self.module, self.config, self.env)
 
 
 class ChildProcess:
@@ -100,6 +149,16 @@ class ChildProcess:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return _status_decoder.decode(line)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether it has said more already; `status_fd` need not be readable for it."""
+        return b"\n" in self._buffer
+
+    @property
+    def ended_in_order(self) -> bool:
+        """Whether its exit code is 0, once it is gone."""
+        return self._process.wait() == 0
+
     def describe_end(self) -> str:
         """How it ended, in words, once it is gone."""
         code = self._process.wait()
@@ -109,29 +168,50 @@ class ChildProcess:
         self._process.send_signal(number)
 
     def stop(self, timeout_s: float) -> None:
-        """End it: SIGTERM, and SIGKILL after `timeout_s`."""
-        self.send_signal(signal.SIGTERM)
+        """End it: SIGTERM, and SIGKILL after `timeout_s`; without one, SIGKILL alone."""
         try:
-            self._process.wait(timeout_s)
+            if timeout_s > 0:
+                self.send_signal(signal.SIGTERM)
+                self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            logger.warning("%s did not end within %.0f s", self.name, timeout_s)
+        self._process.kill()
+        self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
         os.close(self.status_fd)
 
 
 class StatusPipe:
-    """The child's side: says once that it is ready."""
+    """The child's side. May be used from several threads: a status is one write that the pipe takes as a whole."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def ready(self, **info: Any) -> None:
+        """The work begins."""
         self._write(ChildReady(info))
 
     def failed(self, failure: ChildFailed) -> None:
+        """The end of it."""
         self._write(failure)
+
+    def suspects(self, suspects: bool) -> None:
+        """See ChildSuspects."""
+        self._write(ChildSuspects(suspects))
+
+    def start_beats(self, progress: Callable[[], int | None]) -> None:
+        """Say each second, from a thread, how far the main thread has come; see ChildBeat.
+
+        The parent may take a child that has begun to beat and then makes no progress for one that hangs.
+        """
+
+        def beat() -> None:
+            while True:
+                self._write(ChildBeat(progress()))
+                time.sleep(BEAT_S)
+
+        threading.Thread(target=beat, name="beats", daemon=True).start()
 
     def _write(self, status: ChildStatus) -> None:
         os.write(self._fd, msgspec.json.encode(status) + b"\n")
@@ -141,26 +221,30 @@ def run_child(
     name: str,
     config_type: type[Config],
     main: Callable[[Config, StatusPipe], None],
-    on_orphaned: Callable[[], None] = lambda: None,
+    on_orphaned: Callable[[Config], None] | None = None,
 ) -> None:
     """The whole life of a child process: read the configuration, run `main`, report an error, exit.
 
     Args:
-        on_orphaned: called, in a thread of its own, before the process leaves because its parent is gone.
+        on_orphaned: called, in a thread of its own, before the process leaves because its parent is gone. Without it
+            the process is killed by Linux, also when it hangs or is stopped, as soon as the thread that started it is
+            gone: a parent should start such children in its main thread.
     """
+    if on_orphaned is None:
+        _die_with_parent()
     status = StatusPipe(int(os.environ[_STATUS_FD_ENV]))
     setup_logging(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(_read_line(sys.stdin.fileno()), type=config_type)
-    threading.Thread(target=_end_with_parent, args=(on_orphaned,), name="lifeline", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(on_orphaned, config), name="lifeline", daemon=True).start()
     try:
         main(config, status)
     except MiniSGLError as error:
-        status.failed(ChildFailed(str(error), expected=True, exit_code=error.exit_code))
+        status.failed(ChildFailed(str(error), True, error.exit_code, time.monotonic()))
         sys.exit(error.exit_code)
     except Exception as error:
         logger.exception("%s failed", name)
-        status.failed(ChildFailed(f"{type(error).__name__}: {error}", expected=False, exit_code=1))
+        status.failed(ChildFailed(f"{type(error).__name__}: {error}", False, 1, time.monotonic()))
         sys.exit(1)
 
 
@@ -175,13 +259,23 @@ def setup_logging(name: str) -> None:
     )
 
 
-def _end_with_parent(on_orphaned: Callable[[], None]) -> None:
+def _die_with_parent() -> None:
+    """On Linux: be killed when the thread that started this process ends. A parent that is gone by now left its mark
+    on the lifeline."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_with_parent(on_orphaned: Callable[[Config], None] | None, config: Config) -> None:
     # Nothing but the end of file comes: the parent is gone, and with it whoever would restart this group in order.
     # What is lost is what any crash loses; a tidy end could hang, for example in a collective without its peers.
     while os.read(sys.stdin.fileno(), 1):
         pass
-    on_orphaned()
-    os._exit(1)
+    try:
+        if on_orphaned is not None:
+            on_orphaned(config)
+    finally:
+        os._exit(1)
 
 
 def _read_line(fd: int) -> bytes:

@@ -1,0 +1,13 @@
+"""Submits jobs and follows them: what a program needs that isn't a worker. Imports no torch.
+
+with Client("redis://localhost:6379") as client:
+    job = client.submit(["What is 17 + 25?"], model="demo", output="answers", max_tokens=16)
+    job.wait()
+    for row in job.rows(): print(row.text)
+"""
+
+from minisgl_batch.client.client import Client
+from minisgl_batch.client.handle import JobHandle
+from minisgl_batch.client.progress import Progress
+
+__all__ = ["Client", "JobHandle", "Progress"]

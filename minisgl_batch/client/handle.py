@@ -1,0 +1,156 @@
+"""One job from the outside: where it is, its tokens, its results, and what can be done to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import redis
+
+from minisgl_batch.client.progress import Progress, measure
+from minisgl_batch.errors import JobStateError, JobTimeoutError, RedisUnavailableError, UsageError
+from minisgl_jobs.dataset import reopen_dataset
+from minisgl_jobs.job_results import JobResults
+from minisgl_jobs.model import JobState, RowResult
+from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.reader import OUTAGE_S, Event, TokenReader
+from minisgl_jobs.results import result_schema, table_to_results
+from minisgl_jobs.status import JobStatus
+from minisgl_jobs.unserved import end_unserved
+
+POLL_S = 0.1
+HELP_S = 1.0  # between looks whether a job that only has to be ended is left alone
+
+
+class JobHandle:
+    """One job of a Client.
+
+    Its states: submitting, queued, running, canceling, finalising, and at last one of finished (every row succeeded),
+    partial (complete, with error rows), failed and canceled. A retry takes a partial job back to queued.
+
+    Methods raise JobNotFoundError when the job is gone (finished jobs expire), and RedisUnavailableError.
+    """
+
+    def __init__(self, client: redis.Redis, queue: JobQueue, job_id: str) -> None:
+        self.id = job_id
+        self._redis = client
+        self._queue = queue
+        self._results = JobResults(queue, job_id)
+
+    def __repr__(self) -> str:
+        return f"JobHandle({self.id!r})"
+
+    def status(self) -> JobStatus:
+        """All that the queue knows about the job."""
+        return self._queue.status(self.id)
+
+    def progress(self) -> Progress:
+        """How far the job is."""
+        return measure(self._queue, self.status())
+
+    def watch(self, poll_s: float = POLL_S) -> Iterator[Progress]:
+        """The job's progress every `poll_s`, until it has ended. Puts up with a Redis that is away for two minutes.
+
+        A job that only has to be ended, and whose model no worker serves any more, is ended by this.
+        """
+        away_since: float | None = None
+        help_at = 0.0
+        while True:
+            try:
+                progress = self.progress()
+                if time.monotonic() >= help_at:
+                    end_unserved(self._redis, progress.status)
+                    help_at = time.monotonic() + HELP_S
+                away_since = None
+            except RedisUnavailableError:
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > OUTAGE_S:
+                    raise
+            else:
+                yield progress
+                if progress.state.is_final:
+                    return
+            time.sleep(poll_s)
+
+    def wait(self, timeout_s: float | None = None) -> JobStatus:
+        """Wait until the job has ended, and answer its last status.
+
+        Raises:
+            JobTimeoutError: it hasn't ended within `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for progress in self.watch():
+            if progress.state.is_final:
+                return progress.status
+            if deadline is not None and time.monotonic() >= deadline:
+                raise JobTimeoutError(f"job {self.id} is still {progress.state.value} after {timeout_s:g} s")
+        raise AssertionError("watch ends with a final status")
+
+    def cancel(self) -> None:
+        """Stop the job: its readers see it at once, rows that run stop, finished ones stay. May be repeated.
+
+        Raises:
+            JobStateError: it has ended otherwise, or all of its rows are done.
+        """
+        self._queue.cancel(self.id)
+        end_unserved(self._redis, self.status())
+
+    def retry(self) -> None:
+        """Generate the error rows of a partial job again, into the same dataset; the other rows stay as they are.
+
+        Until the job has ended again the dataset has no `_SUCCESS`; its manifest and parts can be read all the time.
+
+        Raises:
+            JobStateError: the job isn't partial.
+            OutputError: the output folder can't be written, or holds another job's dataset by now.
+        """
+        status = self.status()
+        if status.state is not JobState.PARTIAL:
+            raise JobStateError(f"job {self.id} can't be retried: it is {status.state.value}, not partial")
+        folder = Path(status.spec.output)
+        if folder.is_dir():
+            reopen_dataset(folder, self.id)
+        self._queue.retry(self.id)
+
+    def stream(self, rows: Collection[int] | None = None) -> Iterator[Event]:
+        """Every token once, whenever the caller comes: RowStarted, RowText and RowFinished as they happen.
+
+        The texts of a sample since its last RowStarted, put together, are its text. Ends with the job.
+
+        Args:
+            rows: indices of the rows to read; by default all.
+
+        Raises:
+            UsageError: the job has no such row.
+            OutputError: finished rows are in a folder that isn't here.
+        """
+        num_rows = self.status().spec.num_rows
+        for row in rows or ():
+            if not 0 <= row < num_rows:
+                raise UsageError(f"job {self.id} has no row {row}: its rows are 0 to {num_rows - 1}")
+        return iter(TokenReader(self._redis, self.id, self._results.fetch, rows=rows))
+
+    def results(self, *, partial: bool = False) -> pa.Table:
+        """The results as an Arrow table. Arguments and errors as `batches`."""
+        batches = list(self.batches(partial=partial))
+        schema = batches[0].schema if batches else result_schema(token_ids=self.status().spec.token_ids)
+        return pa.Table.from_batches(batches, schema)
+
+    def rows(self, *, partial: bool = False) -> Iterator[RowResult]:
+        """The results one by one, in row order. Arguments and errors as `batches`."""
+        for batch in self.batches(partial=partial):
+            yield from table_to_results(pa.Table.from_batches([batch]))
+
+    def batches(self, *, partial: bool = False) -> Iterator[pa.RecordBatch]:
+        """The results in row order, a part of the dataset at a time: for more than fits into memory.
+
+        Args:
+            partial: those that are finished so far, while the job runs.
+
+        Raises:
+            JobStateError: the job hasn't ended, and `partial` wasn't asked for.
+            OutputError: the output folder isn't on this machine, or is damaged.
+        """
+        return self._results.batches(partial=partial)

@@ -1,0 +1,58 @@
+"""How far a job is, in numbers. Knows nothing of how they are shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minisgl_jobs.model import JobState
+from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.status import JobStatus
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job is.
+
+    Attributes:
+        status: what the queue knows.
+        rows_done: rows that are finished, those of unfinished chunks (about, with several samples a row) included.
+        tokens_per_s: that the job's workers generate, for all of their jobs.
+        cached_share: of the prompt tokens of these workers since they started; None when nothing ran yet.
+        eta_s: until the last row, from the rows so far; None when nothing can be said.
+    """
+
+    status: JobStatus
+    rows_done: int
+    tokens_per_s: float
+    cached_share: float | None
+    eta_s: float | None
+
+    @property
+    def state(self) -> JobState:
+        return self.status.state
+
+    @property
+    def num_rows(self) -> int:
+        return self.status.spec.num_rows
+
+
+def measure(queue: JobQueue, status: JobStatus) -> Progress:
+    """The progress of a job that was just looked at."""
+    spec = status.spec
+    busy = {lease.worker_id for lease in status.leases}
+    workers = [worker for worker in queue.workers(model=spec.model) if worker.worker_id in busy]
+    prompt_tokens = sum(worker.prompt_tokens for worker in workers)
+    rows_done = min(spec.num_rows, status.rows_done + status.num_spooled // (spec.params.n or 1))
+    return Progress(
+        status=status,
+        rows_done=rows_done,
+        tokens_per_s=sum(worker.tokens_per_s for worker in workers),
+        cached_share=sum(worker.cached_tokens for worker in workers) / prompt_tokens if prompt_tokens else None,
+        eta_s=_eta(status, rows_done),
+    )
+
+
+def _eta(status: JobStatus, rows_done: int) -> float | None:
+    if status.state is not JobState.RUNNING or status.started_at is None or not rows_done or status.epoch:
+        return None  # rows that an earlier epoch finished say nothing about the rate
+    return (status.now - status.started_at) / rows_done * (status.spec.num_rows - rows_done)

@@ -1,0 +1,101 @@
+"""A worker group without an engine: the real delivery, whose rows a test finishes by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from minisgl_batch.errors import RequestError
+from minisgl_batch.tokenizer import SampleOutput
+from minisgl_jobs.finalise import finalise
+from minisgl_jobs.leases import ChunkQueue
+from minisgl_jobs.model import JobState, Row
+from minisgl_jobs.outbox import Outbox
+from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.status import WorkerInfo
+from minisgl_jobs.tasks import task_queue
+from minisgl_workers.delivery import Delivery
+from minisgl_workers.work import ChunkWork
+from tests.jobs.helpers import wait_for
+
+
+class Group:
+    """Attributes: ran: (row, sample) of all that was generated, in order."""
+
+    def __init__(self, client: redis.Redis, model: str, low_water: int = 1) -> None:
+        self.client = client
+        self.queue = ChunkQueue(client, model, "group-1")
+        name = self.queue.keys.queue
+        self.outbox = Outbox(client, name)
+        self.info = WorkerInfo("group-1", model)
+        self.delivery = Delivery(self.queue, self.outbox, task_queue(client, name), low_water=low_water)
+        self.ran: list[tuple[int, int]] = []
+
+    def tick(self) -> None:
+        self.delivery.tick(self.info, take=True)
+
+    def take(self) -> ChunkWork:
+        """A chunk, which must be there."""
+
+        def taken() -> list[ChunkWork]:
+            self.tick()
+            return self.delivery.works
+
+        return wait_for("a chunk", taken)[-1]
+
+    def give_up(self, work: ChunkWork) -> None:
+        """Wait until a chunk's rows are stopped, and empty the list of those to stop."""
+
+        def is_stopped() -> bool:
+            self.delivery.tick(self.info, take=False)
+            return work in self.delivery.stopped
+
+        wait_for("the rows to stop", is_stopped)
+        self.delivery.stopped.clear()
+
+    def run(self, work: ChunkWork, fails: Callable[[Row], bool] = lambda _: False) -> None:
+        """Generate what is left of a chunk."""
+        while (part := work.next_part()) is not None:
+            work.start(part)
+            for row in part:
+                for sample in work.missing_samples(row):
+                    self.generate(work, row, sample, fails=fails(row))
+
+    def generate(self, work: ChunkWork, row: Row, sample: int, *, fails: bool = False) -> None:
+        self.ran.append((row.row_index, sample))
+        error = RequestError("refused", "as the test wishes") if fails else None
+        text = f"{row.prompt} {sample} in epoch {work.lease.epoch}"
+        output = SampleOutput(0, "" if fails else text, [1, 2], "error" if fails else "stop", None, 3, 0, None, error)
+        work.finish(row, sample, 7, time.time(), output)
+
+    def commit(self, work: ChunkWork) -> None:
+        """Wait until a complete chunk is committed and its rename confirmed."""
+
+        def is_committed() -> bool:
+            self.delivery.tick(self.info, take=False)
+            return work not in self.delivery.works
+
+        wait_for("the commit", is_committed)
+        self.delivery.tick(self.info, take=False)
+
+    def end_jobs(self) -> None:
+        """Finalise what is to be finalised, in place of the RQ worker."""
+        for job in JobQueue(self.client).jobs():
+            if job.state is JobState.FINALISING:
+                finalise(self.outbox, job.job_id, job.epoch)
+
+
+@contextmanager
+def group(client: redis.Redis, model: str) -> Iterator[Group]:
+    made = Group(client, model)
+    yield made
+    made.delivery.hand_back()
+
+
+def part_bytes(folder: Path) -> dict[str, bytes]:
+    """The parts of a dataset by name."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("part-*"))}

@@ -1,0 +1,227 @@
+"""Retry: only failed rows are generated again, the others and their parts stay, and readers never see half of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from minisgl_batch.client import Client
+from minisgl_batch.errors import JobStateError, OutputError
+from minisgl_jobs.dataset import OWNER, SUCCESS, read_dataset, read_manifest
+from minisgl_jobs.model import JobState, RowError, RowResult
+from minisgl_jobs.parts import part_name
+from minisgl_jobs.spool import encode_result
+from minisgl_workers.embedded_redis import EmbeddedRedis
+from tests.jobs.helpers import expire
+from tests.workers.delivering import Group, group, part_bytes
+
+MODEL = "some/model"
+FAILING = {1, 2, 9}
+
+
+@pytest.fixture
+def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
+    assert client.dbsize() == 0
+    with Client(redis_server.url) as made:
+        yield made
+
+
+@pytest.fixture
+def running(client: redis.Redis) -> Iterator[Group]:
+    with group(client, MODEL) as made:
+        yield made
+
+
+def run_partial(api: Client, running: Group, folder: Path, *, n: int = 1) -> str:
+    """A job of 12 equal prompts in chunks of 4, of which the rows FAILING have failed."""
+    job = api.submit(["same"] * 12, model=MODEL, output=folder, chunk_rows=4, n=n)
+    for _ in range(3):
+        work = running.take()
+        running.run(work, lambda row: row.row_index in FAILING)
+        running.commit(work)
+    running.end_jobs()
+    assert job.status().state is JobState.PARTIAL
+    running.ran.clear()
+    return job.id
+
+
+def texts(folder: Path) -> list[str | None]:
+    found: list[str | None] = read_dataset(folder)["text"].to_pylist()
+    return found
+
+
+def test_retry_generates_only_the_failed_rows(api: Client, running: Group, tmp_path: Path) -> None:
+    job = api.job(run_partial(api, running, tmp_path))
+    before = part_bytes(tmp_path)
+    old = texts(tmp_path)
+    job.retry()
+    assert job.status().state is JobState.QUEUED
+    assert not (tmp_path / SUCCESS).exists()
+    for _ in range(2):
+        work = running.take()
+        assert job.status().state is JobState.RUNNING
+        assert read_dataset(tmp_path).num_rows == 12  # whole at any time
+        running.run(work)
+        running.commit(work)
+    assert running.ran == [(1, 0), (2, 0), (9, 0)]
+    running.end_jobs()
+    status = job.status()
+    assert (status.state, status.rows_ok, status.rows_error) == (JobState.FINISHED, 12, 0)
+    assert (tmp_path / SUCCESS).exists()
+    assert not (tmp_path / OWNER).exists()
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    assert (manifest.state, manifest.epoch, manifest.num_ok, manifest.num_errors) == (JobState.FINISHED, 1, 12, 0)
+    assert part_bytes(tmp_path)[part_name(1)] == before[part_name(1)]
+    assert texts(tmp_path) == ["same 0 in epoch 1" if i in FAILING else old[i] for i in range(12)]
+
+
+def test_rows_that_fail_again_can_be_retried_again(api: Client, running: Group, tmp_path: Path) -> None:
+    job = api.job(run_partial(api, running, tmp_path))
+    job.retry()
+    for _ in range(2):
+        work = running.take()
+        running.run(work, lambda row: row.row_index == 9)
+        running.commit(work)
+    running.end_jobs()
+    assert (job.status().state, job.status().rows_error) == (JobState.PARTIAL, 1)
+    running.ran.clear()
+    job.retry()
+    work = running.take()
+    running.run(work)
+    running.commit(work)
+    running.end_jobs()
+    assert running.ran == [(9, 0)]
+    assert job.status().state is JobState.FINISHED
+
+
+def test_retry_of_a_row_keeps_its_samples_that_are_ok(api: Client, running: Group, tmp_path: Path) -> None:
+    job = api.submit(["a", "b"], model=MODEL, output=tmp_path, n=3)
+    work = running.take()
+    (part,) = [work.next_part()]
+    assert part is not None
+    work.start(part)
+    for row in part:
+        for sample in range(3):
+            running.generate(work, row, sample, fails=(row.row_index, sample) == (1, 1))
+    running.commit(work)
+    running.end_jobs()
+    running.ran.clear()
+    job.retry()
+    work = running.take()
+    running.run(work)
+    running.commit(work)
+    running.end_jobs()
+    assert running.ran == [(1, 1)]
+    assert job.status().state is JobState.FINISHED
+
+
+def test_a_lost_row_keeps_its_finished_samples(api: Client, running: Group, tmp_path: Path) -> None:
+    api.submit(["a"], model=MODEL, output=tmp_path, n=3)
+    work = running.take()
+    (part,) = [work.next_part()]
+    assert part is not None
+    work.start(part)
+    running.generate(work, part[0], 1)
+    work.fail(part[0], RowError("worker_lost", "as a test wishes"))
+    assert work.is_complete
+    assert work.count_rows() == (0, 1)
+    assert {key: result.status for key, result in work.results.items()} == {
+        (0, 0): "error",
+        (0, 1): "ok",
+        (0, 2): "error",
+    }
+    running.commit(work)
+    running.end_jobs()
+
+
+def test_a_retry_taken_over_generates_nothing_twice(
+    api: Client, client: redis.Redis, running: Group, tmp_path: Path
+) -> None:
+    job = api.job(run_partial(api, running, tmp_path))
+    job.retry()
+    lost = running.queue.take()
+    assert lost is not None
+    running.queue.spool(lost, {(1, 0): encode_result(RowResult(1, text="by the one that died", seed=7))})
+    expire(client, running.queue, lost)
+    for _ in range(2):
+        work = running.take()
+        running.run(work)
+        running.commit(work)
+    running.end_jobs()
+    assert running.ran == [(2, 0), (9, 0)]
+    assert texts(tmp_path)[1] == "by the one that died"
+    assert job.status().state is JobState.FINISHED
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "of other rows"])
+def test_a_part_that_can_not_be_kept_is_generated_anew(
+    api: Client, running: Group, tmp_path: Path, damage: str
+) -> None:
+    job = api.job(run_partial(api, running, tmp_path))
+    job.retry()
+    if damage == "missing":
+        (tmp_path / part_name(0)).unlink()
+    else:
+        other = (tmp_path / part_name(1)).read_bytes()
+        # All chunks hold the same prompts, but their rows differ in position.
+        (tmp_path / part_name(0)).write_bytes(other if damage == "of other rows" else b"PAR1 damaged")
+    for _ in range(2):
+        work = running.take()
+        running.run(work)
+        running.commit(work)
+    running.end_jobs()
+    assert running.ran == [(0, 0), (1, 0), (2, 0), (3, 0), (9, 0)]
+    assert job.status().state is JobState.FINISHED
+    assert read_dataset(tmp_path)["row_index"].to_pylist() == list(range(12))
+
+
+def test_canceling_a_retry_keeps_old_and_new_rows(api: Client, running: Group, tmp_path: Path) -> None:
+    job = api.job(run_partial(api, running, tmp_path))
+    job.retry()
+    work = running.take()
+    part = work.next_part()
+    assert part is not None
+    work.start(part)
+    running.generate(work, part[0], 0)
+    job.cancel()
+    running.give_up(work)
+    running.end_jobs()
+    status = job.status()
+    assert (status.state, status.rows_ok, status.rows_error) == (JobState.CANCELED, 10, 2)
+    table = read_dataset(tmp_path)
+    assert table["row_index"].to_pylist() == list(range(12))
+    failed = table.filter([status == "error" for status in table["status"].to_pylist()])["row_index"].to_pylist()
+    assert failed == [2, 9]
+    assert table["text"].to_pylist()[1] == "same 0 in epoch 1"
+    assert not (tmp_path / SUCCESS).exists()
+
+
+def test_a_dataset_that_was_overwritten_is_not_retried(api: Client, running: Group, tmp_path: Path) -> None:
+    job = api.job(run_partial(api, running, tmp_path))
+    other = api.submit(["x"], model=MODEL, output=tmp_path, overwrite=True)
+    with pytest.raises(OutputError, match="holds no dataset by now"):
+        job.retry()
+    work = running.take()
+    running.run(work)
+    running.commit(work)
+    running.end_jobs()
+    with pytest.raises(OutputError, match=f"holds the dataset of job {other.id} by now"):
+        job.retry()
+    assert (job.status().state, other.status().state) == (JobState.PARTIAL, JobState.FINISHED)
+    assert (tmp_path / SUCCESS).exists()
+    with pytest.raises(JobStateError, match="finished, not partial"):
+        other.retry()
+
+
+def test_nobody_overwrites_the_dataset_of_a_running_retry(api: Client, running: Group, tmp_path: Path) -> None:
+    job = api.job(run_partial(api, running, tmp_path))
+    job.retry()
+    with pytest.raises(JobStateError, match=f"the output of job {job.id}, which is queued: cancel it first"):
+        api.submit(["x"], model=MODEL, output=tmp_path, overwrite=True)
+    job.cancel()
+    running.tick()
+    running.end_jobs()
