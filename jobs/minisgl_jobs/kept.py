@@ -138,6 +138,14 @@ def add_columns(results: pa.Table, kept: pa.Table | None, first_row: int, schema
     return results
 
 
+def columns_of(part: pa.Table, rows: range, schema: bytes) -> pa.Table | None:
+    """The kept columns of a chunk's rows in its part; None where none are kept or a row is missing."""
+    indices = pc.index_in(pa.array(rows, pa.int64()), value_set=part["row_index"])
+    if not schema or indices.null_count:
+        return None
+    return part.select(kept_schema(schema).names).take(indices)
+
+
 def hash_columns(digest: hashlib._Hash, table: pa.Table) -> None:
     """Add the values of kept columns to a hash; it doesn't depend on how Arrow lays them out."""
     for name, column in zip(table.column_names, table.columns, strict=True):

@@ -357,6 +357,12 @@ def _arrow_store(scheme: str, url: str) -> Any:
         def _strip_protocol(cls, path: str) -> str:
             return str(_URL.sub("", path, count=1))
 
+        def cp_file(self, path1: str, path2: str, **_: Any) -> None:
+            self.fs.copy_file(path1, path2)  # inside the store; fsspec's own reads and writes it
+
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            """Not needed: object stores have no folders."""
+
     endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
     if scheme == "s3" and endpoint:
         return _Store(fs.S3FileSystem(endpoint_override=endpoint))

@@ -75,6 +75,7 @@ class JobStatus:
         num_workers: living worker groups that serve its queue.
         paused: whether its queue is paused.
         error: why it failed.
+        blocked: why the last worker that took a chunk gave it back, until somebody takes one again.
     """
 
     spec: JobSpec
@@ -93,6 +94,7 @@ class JobStatus:
     num_workers: int
     paused: bool
     error: str
+    blocked: str = ""
 
     @property
     def job_id(self) -> str:
@@ -115,7 +117,9 @@ class JobStatus:
             return ""
         if self.paused and self.state in (JobState.QUEUED, JobState.RUNNING):
             return "the queue is paused"
-        return "" if self.num_workers else f"no worker for {self.spec.model}"
+        if not self.num_workers:
+            return f"no worker for {self.spec.model}"
+        return self.blocked if not self.leases else ""
 
 
 def decode_spec(fields: dict[bytes, bytes], job_id: str) -> JobSpec:
@@ -156,6 +160,7 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
         num_workers=num_workers,
         paused=bool(paused),
         error=fields.get(b"error", b"").decode(),
+        blocked=fields.get(b"blocked", b"").decode(),
     )
 
 

@@ -27,7 +27,7 @@ def report(job: JobHandle, status: JobStatus, examples: Sequence[Row] = ()) -> N
     Args:
         examples: rows whose texts are shown.
     """
-    manifest = read_manifest(Path(status.spec.output))
+    manifest = read_manifest(output_place(status.spec.output))
     began = status.started_at or status.queued_at or status.created_at
     seconds = max((status.finished_at or status.now) - began, 1e-3)
     details = [f"{count(status.rows_ok, 'row')} ok, {status.rows_error:,} failed in {duration(seconds)}"]

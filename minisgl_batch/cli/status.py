@@ -26,7 +26,7 @@ def status(job_id: str, redis_url: str | None, as_json: bool) -> None:
     """Show how far a job is."""
     with open_client(redis_url) as client:
         progress = client.job(job_id).progress()
-    manifest = read_manifest(Path(progress.status.spec.output)) if progress.state.is_final else None
+    manifest = read_manifest(output_place(progress.status.spec.output)) if progress.state.is_final else None
     if as_json:
         click.echo(json.dumps(progress_record(progress, manifest)))
     else:

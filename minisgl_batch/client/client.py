@@ -118,7 +118,7 @@ class Client:
 
     def submit_prepared(self, submission: Submission) -> JobHandle:
         """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis."""
-        spec, folder = submission.spec, Path(submission.spec.output)
+        spec, folder = submission.spec, output_place(submission.spec.output)
         if submission.overwrite:
             self._refuse_running_output(folder, spec.job_id)
         if self._queue.create(spec):

@@ -109,7 +109,7 @@ class JobHandle:
         status = self.status()
         if status.state is not JobState.PARTIAL:
             raise JobStateError(f"job {self.id} can't be retried: it is {status.state.value}, not partial")
-        folder = Path(status.spec.output)
+        folder = output_place(status.spec.output)
         if folder.is_dir():
             reopen_dataset(folder, self.id)
         self._queue.retry(self.id)

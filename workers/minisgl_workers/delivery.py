@@ -11,18 +11,20 @@ import logging
 import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from minisgl_batch.errors import OutputError, RedisFullError, RedisUnavailableError
+from minisgl_jobs.kept import add_columns
 from minisgl_jobs.leases import ChunkQueue, Commit, Lease, Renewal
 from minisgl_jobs.outbox import Outbox
-from minisgl_jobs.parts import PartInfo, commit_part, remove_file, write_part
+from minisgl_jobs.parts import PartInfo, commit_part, output_place, remove_file, write_part
+from minisgl_jobs.places import Place
 from minisgl_jobs.results import results_to_table
-from minisgl_jobs.retry import results_to_keep
+from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.scripts import redis_errors
 from minisgl_jobs.spool import encode_result
 from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.tasks import TaskQueue, dispatch_finalise
+from minisgl_workers.loading import ChunkLoader
 from minisgl_workers.work import ChunkWork
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ FINALISE_S = 5.0  # between looks for jobs whose finalise somebody else should h
 AWAY_S = 0.5  # between tries while Redis is away
 FULL_S = 2.0  # between tries while the disk or Redis is full
 IDLE_S = 0.5
+LOADING_S = 0.01  # between looks while an idle group waits for a chunk's rows
 
 
 class Delivery:
@@ -46,18 +49,29 @@ class Delivery:
         spooled: (chunk, key) of results that are safe in Redis now; the caller empties the list.
     """
 
-    def __init__(self, queue: ChunkQueue, outbox: Outbox, tasks: TaskQueue, *, low_water: int) -> None:
+    def __init__(
+        self,
+        queue: ChunkQueue,
+        outbox: Outbox,
+        tasks: TaskQueue,
+        *,
+        low_water: int,
+        roots: AllowedRoots | None = None,
+    ) -> None:
         """
         Args:
             low_water: take chunks while fewer samples than this are unfinished.
+            roots: what inputs and outputs may be used; by default all.
         """
+        self._loader = ChunkLoader(roots or AllowedRoots())
         self._queue = queue
         self._outbox = outbox
         self._tasks = tasks
         self._low_water = low_water
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parquet")
-        self._writing: dict[ChunkWork, Future[Path]] = {}
+        self._writing: dict[ChunkWork, Future[Place]] = {}
         self._unconfirmed: list[Lease] = []  # renames that Redis wasn't told of
+        self._refused: list[tuple[Lease, str]] = []  # chunks to be given back, and why
         self.works: list[ChunkWork] = []
         self.stopped: list[ChunkWork] = []
         self.spooled: list[tuple[ChunkWork, tuple[int, int]]] = []
@@ -76,6 +90,7 @@ class Delivery:
             self._commit()
             self._heartbeat(info)
             self._fire_finalise()
+            self._start_loaded()
             if take:
                 self._take()
         except RedisUnavailableError as error:
@@ -87,6 +102,9 @@ class Delivery:
 
     def wait_for_work(self) -> None:
         """On an idle group: sleep until there may be a chunk to take, for half a second at most."""
+        if self._loader.leases:
+            self._loader.wait(LOADING_S)
+            return
         try:
             self._queue.wait_for_work(IDLE_S)
         except RedisUnavailableError as error:
@@ -106,11 +124,12 @@ class Delivery:
         try:
             self._due["spool"] = 0.0
             self._spool()
-            self._queue.handback(work.lease for work in self.works)
+            self._queue.handback([*(work.lease for work in self.works), *self._loader.leases])
             self._queue.leave()
         except (RedisUnavailableError, RedisFullError) as error:
             logger.warning("%d chunks were not handed back, their leases run out: %s", len(self.works), error)
         self.works.clear()
+        self._loader.close()
         self._writer.shutdown()
 
     # ------------------------------------------------------------- duties
@@ -118,10 +137,16 @@ class Delivery:
     def _renew(self) -> None:
         if not self._is_due("renew"):
             return
-        works = list(self.works)
-        answers = self._queue.renew([work.lease for work in works])
+        works, loading = list(self.works), self._loader.leases
+        answers = self._queue.renew([*(work.lease for work in works), *loading])
         self._due["renew"] = time.monotonic() + min(RENEW_S, self._queue.lease_s / 3)
-        for work, answer in zip(works, answers, strict=True):
+        for lease, answer in zip(loading, answers[len(works) :], strict=True):
+            if answer is not Renewal.OK:
+                self._loader.forget(lease)
+            if answer is Renewal.CANCEL:
+                self._queue.handback([lease])
+                self._due["finalise"] = 0.0
+        for work, answer in zip(works, answers[: len(works)], strict=True):
             if answer is Renewal.LOST:
                 logger.warning("chunk %d of job %s went to another worker", work.lease.chunk, work.job_id)
                 self._drop(work)
@@ -187,9 +212,9 @@ class Delivery:
             self._queue.renamed(self._unconfirmed)
             self._unconfirmed.clear()
 
-    def _commit_written(self, work: ChunkWork, writing: Future[Path]) -> None:
+    def _commit_written(self, work: ChunkWork, writing: Future[Place]) -> None:
         """The part is on disk, or could not be written: commit the chunk, or try again later."""
-        lease, folder = work.lease, Path(work.lease.spec.output)
+        lease = work.lease
         try:
             pending = writing.result()
         except OutputError as error:
@@ -213,7 +238,7 @@ class Delivery:
         self.spooled.extend((work, key) for key in work.unspooled)
         self._due["finalise"] = 0.0
         try:
-            commit_part(folder, lease.chunk, lease.epoch, lease.token)
+            commit_part(output_place(lease.spec.output), lease.chunk, lease.epoch, lease.token)
         except OutputError as error:
             logger.error("finalise will do this rename: %s", error)
         else:
@@ -232,17 +257,32 @@ class Delivery:
 
     def _take(self) -> None:
         # A call that got no answer is repeated with its token, or its chunk would wait for the lease to run out.
-        while self._has_room() and (lease := self._queue.take(self._take_token)) is not None:
+        avoided = self._loader.avoided
+        while self._has_room() and (lease := self._queue.take(self._take_token, avoid=avoided)) is not None:
             self._take_token = secrets.token_hex(16)
-            work = ChunkWork(lease)
-            if lease.epoch > 0:
-                work.keep(results_to_keep(Path(lease.spec.output), lease.chunk, work.input_sha256))
-            self.works.append(work)
+            self._loader.start(lease)
+        if not self.works and self._loader.leases:
+            self._loader.wait(LOADING_S)
+            self._start_loaded()
+
+    def _start_loaded(self) -> None:
+        """Chunks whose rows are there may run; those that can't be read here go back."""
+        works, refused = self._loader.take()
+        self.works += works
+        self._refused += refused
+        while self._refused:
+            lease, reason = self._refused[0]
+            self._queue.handback([lease], reason=reason)
+            self._refused.pop(0)
 
     def _has_room(self) -> bool:
-        if not self._is_due("write") or any(work.lease.is_solo for work in self.works):
+        loading = self._loader.leases
+        if not self._is_due("write") or any(
+            lease.is_solo for lease in [*(work.lease for work in self.works), *loading]
+        ):
             return False  # nowhere to put results, or a chunk that must be alone
-        return sum(work.num_left for work in self.works) < self._low_water
+        num_loading = sum(len(lease.rows) * (lease.spec.params.n or 1) for lease in loading)
+        return sum(work.num_left for work in self.works) + num_loading < self._low_water
 
     def _drop(self, work: ChunkWork) -> None:
         work.is_stopped = True
@@ -264,17 +304,18 @@ class Delivery:
         self._postpone("redis", AWAY_S)
 
 
-def _discard(pending: Path) -> None:
+def _discard(pending: Place) -> None:
     try:
         remove_file(pending)
     except OutputError as error:
         logger.warning("finalise will remove this: %s", error)
 
 
-def _write(work: ChunkWork) -> Path:
+def _write(work: ChunkWork) -> Place:
     """In the writer's thread: the part of a complete chunk, under its pending name."""
     lease = work.lease
-    table = results_to_table(work.results.values(), token_ids=lease.spec.token_ids)
+    results = results_to_table(work.results.values(), token_ids=lease.spec.token_ids)
+    table = add_columns(results, work.kept, lease.rows.start, lease.spec.kept)
     info = PartInfo(
         job_id=work.job_id,
         chunk=lease.chunk,
@@ -282,4 +323,4 @@ def _write(work: ChunkWork) -> Path:
         input_sha256=work.input_sha256,
         num_rows=table.num_rows,
     )
-    return write_part(Path(lease.spec.output), table, info, lease.token)
+    return write_part(output_place(lease.spec.output), table, info, lease.token)
