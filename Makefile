@@ -29,7 +29,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m tests.bench
+	$(BIN)/python -m tests.bench delivery $(ARGS)
 
 clean:
 	rm -rf demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

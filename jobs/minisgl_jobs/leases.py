@@ -159,6 +159,12 @@ class ChunkQueue:
         args = [arg for lease in leases for arg in (lease.spec.job_id, lease.chunk, lease.token)]
         return [Renewal(answer.decode()) for answer in self._run("renew", self._lease_ms, *args)]
 
+    def server_run_id(self) -> str:
+        """Another one after each start of Redis, and on each server: what was written last may be lost then."""
+        with redis_errors():
+            info: Any = self._client.info("server")
+        return str(info["run_id"])
+
     def canceled(self, job_ids: Iterable[str]) -> set[str]:
         """Those of these jobs that are being canceled: stop their rows, as after `Renewal.CANCEL`. Changes nothing."""
         asked = list(job_ids)

@@ -28,6 +28,7 @@ from minisgl_jobs.faults import FaultLog
 from minisgl_jobs.inputs import Records, open_source
 from minisgl_jobs.keys import is_job_id
 from minisgl_jobs.model import MAX_CHUNK_ROWS, InputInfo, InputReference, JobSpec, Priority, Row
+from minisgl_jobs.places import Place, place
 from minisgl_jobs.records import Record
 from minisgl_jobs.references import ChunkReader
 from minisgl_jobs.rows import ReadOptions, RowReader
@@ -182,16 +183,16 @@ def new_job_id(source: Source) -> str:
     return f"{stem}-{time.strftime('%Y%m%d')}-{secrets.token_hex(4)}"
 
 
-def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Path:
-    """The absolute path of a job's output folder, by default `outputs/<job_id>` here.
+def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
+    """A job's output folder, a local one as an absolute path; by default `outputs/<job_id>` here.
 
     Raises:
-        InvalidParameterError: it isn't a local folder's name.
+        InvalidParameterError: it isn't a folder's name, or a URL that nothing installed here writes to.
     """
-    name = os.fspath(output) if output is not None else os.path.join(DEFAULT_OUTPUTS, job_id)
-    if not name or "\0" in name or re.match(r"[a-z][a-z0-9+.-]+://", name):
-        raise InvalidParameterError("output", f"must be a local folder, got {name!r}")
-    return Path(os.path.abspath(os.path.expanduser(name)))
+    try:
+        return place(output if output is not None else os.path.join(DEFAULT_OUTPUTS, job_id))
+    except UsageError as error:
+        raise InvalidParameterError("output", str(error)) from None
 
 
 def _check_arguments(source: Source, model: str, chunk_rows: int, seed: int | None, job_id: str) -> None:

@@ -28,6 +28,7 @@ class LayerKernels(NamedTuple):
 
     add_rms_norm: Callable[..., None]
     norm_rope_store: Callable[..., None]
+    paged_decode: Callable[..., None]
     silu_and_mul: Callable[..., None]
 
 
@@ -58,7 +59,8 @@ def build() -> str:
     tvm_ffi_cpp = import_module("tvm_ffi.cpp")
     with as_file(files("minisgl_kernels") / "csrc") as folder:
         sources = [folder / f"{name}.cu" for name in LayerKernels._fields]
-        text = b"".join(path.read_bytes() for path in [*sources, folder / "common.cuh"])
+        headers = [folder / "common.cuh", folder / "warp.cuh"]
+        text = b"".join(path.read_bytes() for path in sources + headers)
         identity = hashlib.sha256(text).hexdigest()[:16]
         path: str = tvm_ffi_cpp.build(
             name="layer_kernels",

@@ -232,6 +232,29 @@ def paged_attention(
     return out, lse
 
 
+def paged_decode(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    lists: PageLists,
+    scale: float,
+    prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The twin of `minisgl_kernels.paged_decode`."""
+    page_size = k_pool.shape[1]
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    starts = lists.indptr.tolist()
+    for i, last_page_len in enumerate(lists.last_page_lens.tolist()):
+        pages = lists.indices[starts[i] : starts[i + 1]]
+        kv_len = (len(pages) - 1) * page_size + last_page_len
+        keys, values = gather_kv(k_pool, pages, kv_len), gather_kv(v_pool, pages, kv_len)
+        out[i] = attend(q[i : i + 1], keys, values, scale)[0]
+        lse[i] = _log_sum_exp(q[i : i + 1], keys, scale, None)[0]
+    if prefix is None:
+        return out
+    return merge_states(prefix[0], prefix[1].t(), out, lse, lse_a_is_log2=False, lse_b_is_log2=False)
+
+
 def _log_sum_exp(q: torch.Tensor, k: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
     """(q_len, num_heads) float32: of the scores that `attend` takes the softmax of."""
     queries = q.float().unflatten(1, (k.shape[1], -1))  # (q_len, num_kv_heads, group, head_dim)

@@ -51,6 +51,28 @@ class DecodePart(ABC):
         """(num_rows, num_heads, head_dim) -> the same shape."""
 
 
+class OwnPagesPart(DecodePart):
+    """A half for decode rows that can join its result with attention over a prefix that their own page lists leave out.
+
+    Attributes:
+        us_per_saved_mib: what a MiB of keys and values costs it, in microseconds, where rows that share them read them
+            one by one and find some of them in the L2 cache.
+    """
+
+    us_per_saved_mib: float
+
+    @abstractmethod
+    def forward_behind(
+        self, prefix: tuple[torch.Tensor, torch.Tensor], q: torch.Tensor, layer: int, spec: AttnSpec, prepared: Any
+    ) -> torch.Tensor:
+        """(num_rows, num_heads, head_dim) -> the same shape.
+
+        Args:
+            prefix: attention over the prefixes: the output, and (num_heads, num_rows) float32 the natural logarithms of
+                the sums of weights.
+        """
+
+
 class TwoLevelPart(DecodePart):
     """A half for decode rows that reads shared prefixes once.
 

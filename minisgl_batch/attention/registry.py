@@ -4,13 +4,15 @@
 - triton: our own kernels; any CUDA GPU
 - fa: flash-attn for all rows, without CUDA graphs
 - fi: FlashInfer for all rows
+- fa,cuda: flash-attn for extend rows, our own kernel for decode rows; for Hopper
 - fa,fi: flash-attn for extend rows, FlashInfer for decode rows
 - trtllm: FlashInfer's TensorRT-LLM kernels for all rows; for Blackwell, where this project has not run it
-- auto: fa,fi or fi where they are installed, else triton; torch on a CPU
+- auto: the first of fa,cuda, fa,fi (both on Hopper) and fi that can run here, else triton; torch on a CPU
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -19,6 +21,7 @@ import torch
 from minisgl_batch.attention.base import AttentionBackend, BackendSetup
 from minisgl_batch.attention.flash_attn import installed_generation
 from minisgl_batch.errors import InvalidParameterError
+from minisgl_kernels.paged_decode import can_run
 
 # Name -> module:function that makes the backend of a BackendSetup.
 _BACKENDS = {
@@ -26,17 +29,31 @@ _BACKENDS = {
     "triton": "minisgl_batch.attention.triton:make",
     "fa": "minisgl_batch.attention.fa:make",
     "fi": "minisgl_batch.attention.fi:make",
-    "fa,fi": "minisgl_batch.attention.two_level:make",
+    "fa,cuda": "minisgl_batch.attention.cuda:make",
+    "fa,fi": "minisgl_batch.attention.fi:make_behind_flash_attn",
     "trtllm": "minisgl_batch.attention.trtllm:make",
 }
 _WITH_WINDOWS = ("torch", "triton", "fa")
 
 
-def resolve_backend(name: str, device: torch.device, *, has_window: bool) -> str:
-    """The name of a backend that runs on this device.
+@dataclass(frozen=True)
+class AttnShapes:
+    """What decides which backends can run a model.
 
-    Args:
-        has_window: some layer sees a window of tokens only, which not all backends can.
+    Attributes:
+        group: query heads per KV head.
+        has_window: some layer sees a window of tokens only.
+    """
+
+    dtype: torch.dtype
+    group: int
+    head_dim: int
+    page_size: int
+    has_window: bool = False
+
+
+def resolve_backend(name: str, device: torch.device, shapes: AttnShapes) -> str:
+    """The name of a backend that runs on this device.
 
     Raises:
         InvalidParameterError: there is no such backend, or it can't run this model here; lists those that can.
@@ -47,11 +64,11 @@ def resolve_backend(name: str, device: torch.device, *, has_window: bool) -> str
             return "torch"
         raise InvalidParameterError("attention_backend", f"{name!r} doesn't run on a CPU; torch does")
     if name == "auto":
-        return _best(device, has_window=has_window)
+        return _best(device, shapes)
     if name not in _BACKENDS:
         known = ", ".join(["auto", *(repr(backend) for backend in _BACKENDS)])
         raise InvalidParameterError("attention_backend", f"{name!r} is unknown; known ones are {known}")
-    if has_window and name not in _WITH_WINDOWS:
+    if shapes.has_window and name not in _WITH_WINDOWS:
         raise InvalidParameterError("attention_backend", f"{name!r} runs no models with sliding windows; triton does")
     return name
 
@@ -67,8 +84,13 @@ def make_backend(name: str, setup: BackendSetup) -> AttentionBackend:
     return backend
 
 
-def _best(device: torch.device, *, has_window: bool) -> str:
-    if has_window or find_spec("flashinfer") is None:
+def _best(device: torch.device, shapes: AttnShapes) -> str:
+    if shapes.has_window:
         return "triton"
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return "fa,fi" if is_hopper and installed_generation() in (3, 4) else "fi"
+    has_flash_attn = is_hopper and installed_generation() in (3, 4)
+    if has_flash_attn and can_run(device, shapes.dtype, shapes.group, shapes.head_dim, shapes.page_size):
+        return "fa,cuda"
+    if find_spec("flashinfer") is None:
+        return "triton"
+    return "fa,fi" if has_flash_attn else "fi"

@@ -1,9 +1,8 @@
 """Attention of decode rows whose sequences share a prefix, in two levels (cf. Juravsky et al. 2024, Hydragen).
 
 First all rows of a group attend to the group's prefix, which is read once for all of them: flash-attn without a mask,
-the groups as its sequences. Then each row attends to its own pages: FlashInfer. The results are merged by their
-log-sum-exps. Rows without a group see an empty prefix. Runs inside decode graphs, since groups change through the
-buffers alone.
+the groups as its sequences. Then each row attends to its own pages, and the results are merged by their log-sum-exps.
+Rows without a group see an empty prefix. Runs inside decode graphs, since groups change through the buffers alone.
 """
 
 from __future__ import annotations
@@ -13,22 +12,18 @@ from typing import Any
 import torch
 
 from minisgl_batch.attention import flash_attn
-from minisgl_batch.attention.base import AttnHeads, AttnSpec, BackendSetup
+from minisgl_batch.attention.base import AttnHeads, AttnSpec
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
-from minisgl_batch.attention.fa import FlashAttnExtend
-from minisgl_batch.attention.fi import CUDA_CORE_GROUPS, FlashInferDecode
-from minisgl_batch.attention.hybrid import HybridBackend
-from minisgl_batch.attention.parts import TwoLevelPart
+from minisgl_batch.attention.parts import OwnPagesPart, TwoLevelPart
 from minisgl_batch.batch import IntArray, SharingCosts
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
-from minisgl_kernels.merge_states import merge_states
 
 
 class TwoLevelDecode(TwoLevelPart):
     """See the module's docstring."""
 
-    def __init__(self, pool: MHAKVCache, heads: AttnHeads, own: FlashInferDecode, buffers: DecodeBuffers) -> None:
-        self.costs = _costs(heads, pool, buffers.max_groups)
+    def __init__(self, pool: MHAKVCache, heads: AttnHeads, own: OwnPagesPart, buffers: DecodeBuffers) -> None:
+        self.costs = _costs(heads, pool, own, buffers.max_groups)
         self._pool = pool
         self._own = own
         self._buffers = buffers
@@ -48,31 +43,21 @@ class TwoLevelDecode(TwoLevelPart):
             max_q_len=len(q),
             max_kv_len=self._buffers.group_pages.shape[1] * self._pool.page_size,
         )
-        prefix, prefix_lse = self._attend(q, self._pool.k(layer), self._pool.v(layer), groups, spec, False)
-        own, own_lse = self._own.forward_with_lse(q, layer, prepared)
-        return merge_states(prefix, prefix_lse.t(), own, own_lse, lse_a_is_log2=False, lse_b_is_log2=True, out=own)
+        prefix = self._attend(q, self._pool.k(layer), self._pool.v(layer), groups, spec, False)
+        return self._own.forward_behind(prefix, q, layer, spec, prepared)
 
 
-def _costs(heads: AttnHeads, pool: MHAKVCache, max_groups: int) -> SharingCosts:
+def _costs(heads: AttnHeads, pool: MHAKVCache, own: OwnPagesPart, max_groups: int) -> SharingCosts:
     """Fitted to an H200 at 64 and 256 rows and prefixes of 512 and 2,048 tokens.
 
-    Rows that read the same prefix one by one find much of it in the L2 cache, and more so the slower kernel of the
-    tensor cores: a saved token is worth less than its bytes at the memory's speed.
+    Rows that read the same prefix one by one find much of it in the L2 cache: a saved token is worth less than its
+    bytes at the memory's speed.
     """
     kv_bytes = 2 * heads.num_kv_heads * heads.head_dim * pool.k(0).element_size()
-    us_per_mib = 0.2 if heads.num_heads // heads.num_kv_heads in CUDA_CORE_GROUPS else 0.12
     return SharingCosts(
-        per_saved_token=us_per_mib * kv_bytes / 2**20,
+        per_saved_token=own.us_per_saved_mib * kv_bytes / 2**20,
         base=6.0,
         per_row=0.0031 * heads.num_heads,
         per_prefix_token=0.012,
         max_groups=max_groups,
     )
-
-
-def make(setup: BackendSetup) -> HybridBackend:
-    """flash-attn for extend rows, FlashInfer for decode rows, both for those that share prefixes."""
-    buffers = setup.make_buffers()
-    decode = FlashInferDecode(setup.pool, setup.heads, buffers)
-    two_level = TwoLevelDecode(setup.pool, setup.heads, decode, buffers)
-    return HybridBackend(FlashAttnExtend(setup.pool), decode, two_level, buffers)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice, takewhile
-from pathlib import Path
 
 from minisgl_batch.cli.console import count, duration, one_line, talk
 from minisgl_batch.client import JobHandle
 from minisgl_jobs.dataset import read_manifest
 from minisgl_jobs.model import JobState, Row, RowResult
+from minisgl_jobs.parts import output_place
 from minisgl_jobs.status import JobStatus
 
 NUM_ERRORS_SHOWN = 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +14,7 @@ from minisgl_batch.cli.service import open_client
 from minisgl_batch.client import Progress
 from minisgl_jobs.dataset import Manifest, read_manifest
 from minisgl_jobs.model import JobState
+from minisgl_jobs.parts import output_place
 from minisgl_jobs.status import JobStatus
 
 

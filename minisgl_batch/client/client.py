@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,10 +25,12 @@ from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
 from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output
 from minisgl_jobs.model import MAX_CHUNK_ROWS, Priority
+from minisgl_jobs.parts import output_place
+from minisgl_jobs.places import Place
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
-from minisgl_jobs.submission import Source, Submission, prepare
+from minisgl_jobs.submission import Source, Submission, Transport, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,9 @@ class Client:
         params: SamplingParams | None = None,
         system: str | None = None,
         template: str | None = None,
+        prompt_column: str | None = None,
+        messages_column: str | None = None,
+        keep_columns: Sequence[str] = (),
         chat: bool | None = None,
         limit: int | None = None,
         on_error: Literal["fail", "record"] = "fail",
@@ -72,16 +77,18 @@ class Client:
         token_ids: bool = False,
         overwrite: bool = False,
         job_id: str | None = None,
+        transport: Transport = "auto",
         **fields: Any,
     ) -> JobHandle:
         """Read an input, check all of it, and queue it as one job. Nothing is queued when anything is wrong.
 
         Args:
-            source: a JSONL file's path (gzip and zstd too), "-" for stdin, or rows as dicts or prompts.
+            source: a path or URL of a JSONL, CSV, Parquet or Arrow file or of a folder of them, "-" for stdin, or rows
+                as dicts or prompts.
             model: the name that workers serve it as.
-            output: a folder that the workers see; by default `outputs/<job id>` here.
+            output: a folder or URL that the workers see; by default `outputs/<job id>` here.
             params: sampling of rows that don't say otherwise.
-            system, template, chat, limit, on_error: see `ReadOptions`.
+            system, template, prompt_column, messages_column, keep_columns, chat, limit, on_error: see `ReadOptions`.
             priority: "high", "normal" or "low".
             chunk_rows: rows per unit of delivery, which is one Parquet part.
             seed: makes the samples of rows without a seed of their own repeatable.
@@ -89,6 +96,8 @@ class Client:
             overwrite: remove a dataset that is in the output folder.
             job_id: a name for the job, by default one with the input's name and the date. Submitting the same job (also
                 the same `seed`) under the same name again changes nothing.
+            transport: "value" sends the rows through Redis, "reference" lets workers read them where they are; by
+                default rows of up to 64 MiB, compressed, are sent.
             **fields: sampling fields one by one, such as `max_tokens=16`, over `params`.
 
         Raises:
@@ -98,7 +107,16 @@ class Client:
             JobStateError: another job has this id, or writes to the folder that is to be overwritten.
             RedisUnavailableError: Redis stayed away. RedisFullError: Redis has no room for the job.
         """
-        read = ReadOptions(system=system, template=template, chat=chat, limit=limit, on_error=on_error)
+        read = ReadOptions(
+            system=system,
+            template=template,
+            prompt_column=prompt_column,
+            messages_column=messages_column,
+            keep_columns=tuple(keep_columns),
+            chat=chat,
+            limit=limit,
+            on_error=on_error,
+        )
         with prepare(
             source,
             model=model,
@@ -111,6 +129,7 @@ class Client:
             token_ids=token_ids,
             overwrite=overwrite,
             job_id=job_id,
+            transport=transport,
         ) as submission:
             job = self.submit_prepared(submission)
         self.warn_if_unserved(model)
@@ -137,7 +156,7 @@ class Client:
                 raise
         return JobHandle(self._redis, self._queue, spec.job_id)
 
-    def _refuse_running_output(self, folder: Path, job_id: str) -> None:
+    def _refuse_running_output(self, folder: Place, job_id: str) -> None:
         """Raise JobStateError if another job is about to write to a folder that is to be overwritten."""
         owner = output_owner(folder)
         if owner in ("", job_id):

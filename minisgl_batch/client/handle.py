@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 import pyarrow as pa
 import redis
@@ -13,7 +12,9 @@ from minisgl_batch.client.progress import Progress, measure
 from minisgl_batch.errors import JobStateError, JobTimeoutError, RedisUnavailableError, UsageError
 from minisgl_jobs.dataset import reopen_dataset
 from minisgl_jobs.job_results import JobResults
-from minisgl_jobs.model import JobState, RowResult
+from minisgl_jobs.kept import kept_schema
+from minisgl_jobs.model import JobSpec, JobState, RowResult
+from minisgl_jobs.parts import output_place
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.reader import OUTAGE_S, Event, TokenReader
 from minisgl_jobs.results import result_schema, table_to_results
@@ -135,7 +136,7 @@ class JobHandle:
     def results(self, *, partial: bool = False) -> pa.Table:
         """The results as an Arrow table. Arguments and errors as `batches`."""
         batches = list(self.batches(partial=partial))
-        schema = batches[0].schema if batches else result_schema(token_ids=self.status().spec.token_ids)
+        schema = batches[0].schema if batches else _schema(self.status().spec)
         return pa.Table.from_batches(batches, schema)
 
     def rows(self, *, partial: bool = False) -> Iterator[RowResult]:
@@ -154,3 +155,8 @@ class JobHandle:
             OutputError: the output folder isn't on this machine, or is damaged.
         """
         return self._results.batches(partial=partial)
+
+
+def _schema(spec: JobSpec) -> pa.Schema:
+    fields = [*result_schema(token_ids=spec.token_ids), *kept_schema(spec.kept)]
+    return pa.schema(fields)

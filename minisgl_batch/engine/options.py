@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_batch.attention.registry import resolve_backend
+from minisgl_batch.attention.registry import AttnShapes, resolve_backend
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.models.config import ModelConfig
@@ -45,11 +45,14 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineOptions:
         raise InvalidParameterError(
             "max_seq_len", f"{max_seq_len} is more than the model's context of {model.context_len} tokens"
         )
+    dtype, page_size = _dtype(config.dtype, model.dtype, device), config.page_size or 16
+    group = model.num_heads // model.num_kv_heads
+    shapes = AttnShapes(dtype, group, model.head_dim, page_size, has_window=any(model.sliding_window))
     return EngineOptions(
         device=device,
-        dtype=_dtype(config.dtype, model.dtype, device),
-        attention_backend=resolve_backend(config.attention_backend, device, has_window=any(model.sliding_window)),
-        page_size=config.page_size or 16,
+        dtype=dtype,
+        attention_backend=resolve_backend(config.attention_backend, device, shapes),
+        page_size=page_size,
         max_running=config.max_running or (256 if on_gpu else 64),
         max_prefill_tokens=config.max_prefill_tokens or (8192 if on_gpu else 512),
         max_seq_len=max_seq_len,

@@ -1,8 +1,9 @@
-"""FlashInfer's two decode kernels over ragged rows, by page size: which to choose, and how near they are to memory.
+"""Decode attention by kernel over ragged rows, and what two levels save over a shared prefix.
 
     python -m tests.bench.decode_attention
 
-Prints a JSON line per case: microseconds of a graph replay and the bytes of KV it reads per second.
+Prints a JSON line per case: microseconds of a layer in a graph replay; over ragged rows, also the bytes of KV that it
+reads per second.
 """
 
 from __future__ import annotations
@@ -16,91 +17,148 @@ import numpy as np
 import torch
 
 from minisgl_batch.attention.base import AttnHeads, AttnSpec
+from minisgl_batch.attention.cuda import CudaDecode
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
 from minisgl_batch.attention.fi import FlashInferDecode
+from minisgl_batch.attention.parts import DecodePart, OwnPagesPart
+from minisgl_batch.attention.two_level import TwoLevelDecode
+from minisgl_batch.batch import NO_EDITS, IntArray, ScheduledBatch, SharedPrefixes
 from minisgl_batch.engine.transfer import CudaTransfer
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
 
-MAX_LEN = 2048
 LAYERS = 4  # read in turn, so that a replay doesn't find its KV in the cache
-ROWS = ((256, 200, 1100), (128, 700, 1500), (48, 1000, 1900))  # (rows, shortest, longest): a batch that runs dry
+OWN_TOKENS = 288  # behind shared prefixes
+HEADS = {"16/8": AttnHeads(16, 8, 128, 128**-0.5), "40/8": AttnHeads(40, 8, 128, 128**-0.5)}
+ROWS = ((256, 200, 1100), (128, 700, 1500), (48, 1000, 1900), (8, 1000, 1900))  # (rows, shortest, longest)
+KERNELS = ("ours", "FlashInfer on CUDA cores", "FlashInfer on tensor cores")
 
 
-def measure(heads: AttnHeads, page_size: int, num_rows: int, lens: list[int], tensor_cores: bool) -> float:
-    """Microseconds of one layer."""
-    device = torch.device("cuda")
-    max_pages = MAX_LEN // page_size
-    pool = MHAKVCache(
-        num_layers=LAYERS,
-        num_pages=num_rows * max_pages,
-        page_size=page_size,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        dtype=torch.bfloat16,
-        device=device,
-    )
-    table = torch.randperm(num_rows * max_pages, device=device).int().view(num_rows, max_pages)
-    transfer = CudaTransfer(device, 1 << 18, num_rows)
-    buffers = DecodeBuffers(num_rows, max_pages, 1, page_size, num_rows, device, transfer.upload_into)
-    part = FlashInferDecode(pool, heads, buffers, use_tensor_cores=tensor_cores)
-    part.make_ready(num_rows)
-    kv_lens = np.array(sorted(lens, reverse=True), dtype=np.int32)
-    pages = -(-kv_lens // page_size)
-    indptr = np.append(0, np.cumsum(pages)).astype(np.int32)
-    buffers.indptr.copy_(torch.from_numpy(indptr))
-    buffers.last_page_lens.copy_(torch.from_numpy((kv_lens - 1) % page_size + 1))
-    listed = torch.cat([table[i, :n] for i, n in enumerate(pages.tolist())])
-    buffers.pages[: len(listed)] = listed
-    q = torch.randn(num_rows, heads.num_heads, heads.head_dim, device=device, dtype=torch.bfloat16)
-    spec = AttnSpec(heads.scale)
-    prepared = part.prepare(num_rows, indptr, kv_lens)
+class Layers:
+    """A pool of some layers, rows in decode buffers, and the kernel under test.
 
+    Args:
+        lens: tokens of each row.
+        shared_pages: of one prefix that all rows share.
+    """
+
+    def __init__(self, kernel: str, heads: AttnHeads, page_size: int, lens: list[int], shared_pages: int = 0) -> None:
+        device, num_rows = torch.device("cuda"), len(lens)
+        self.max_pages = -(-max(lens) // page_size)
+        self.pool = MHAKVCache(
+            num_layers=LAYERS,
+            num_pages=num_rows * self.max_pages,
+            page_size=page_size,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+        self.table = torch.randperm(num_rows * self.max_pages, device=device).int().view(num_rows, self.max_pages)
+        self.table[:, :shared_pages] = self.table[0, :shared_pages].clone()
+        self.tokens = torch.zeros((num_rows, max(lens) + 1), dtype=torch.int32, device=device)
+        upload_into = CudaTransfer(device, 1 << 20, num_rows).upload_into
+        self.buffers = DecodeBuffers(num_rows, self.max_pages, 1, page_size, num_rows - 1, device, upload_into)
+        self.own: OwnPagesPart = (
+            CudaDecode(self.pool, heads, self.buffers)
+            if kernel == "ours"
+            else FlashInferDecode(self.pool, heads, self.buffers, use_tensor_cores="tensor" in kernel)
+        )
+        self.heads, self.lens, self.shared_pages = heads, np.array(lens, np.int32), shared_pages
+
+    def us(self, *, two_levels: bool = False) -> float:
+        """Median microseconds of a layer."""
+        part = TwoLevelDecode(self.pool, self.heads, self.own, self.buffers) if two_levels else self.own
+        num_rows = len(self.lens)
+        part.make_ready(num_rows)
+        indptr, kv_lens = self.buffers.fill(self._batch(two_levels), num_rows)
+        q = torch.randn(num_rows, self.heads.num_heads, 128, device="cuda", dtype=torch.bfloat16)
+        prepared = part.prepare(num_rows, indptr, kv_lens)
+        self.buffers.derive(num_rows, self.table, self.tokens)
+        torch.cuda.synchronize()
+        return _replay(part, q, AttnSpec(self.heads.scale), prepared, lambda: part.prepare(num_rows, indptr, kv_lens))
+
+    def _batch(self, two_levels: bool) -> ScheduledBatch:
+        num_rows = len(self.lens)
+        ones: IntArray = np.ones(num_rows, np.int32)
+        prefix = self.table[0, : self.shared_pages].cpu().numpy()
+        shared = SharedPrefixes(np.array([num_rows], np.int32), np.array([len(prefix)], np.int32), prefix, version=1)
+        return ScheduledBatch(
+            slots=np.arange(num_rows, dtype=np.int32),
+            q_lens=ones,
+            kv_lens=self.lens,
+            num_decode=num_rows,
+            new_pages=-ones,
+            samples=ones.astype(np.bool_),
+            any_filter=False,
+            edits=NO_EDITS,
+            shared=shared if two_levels else None,
+        )
+
+
+def _replay(part: DecodePart, q: torch.Tensor, spec: AttnSpec, prepared: Any, plan: Any) -> float:
     def run() -> None:
         for layer in range(LAYERS):
             part.forward(q, layer, spec, prepared)
 
-    stream = torch.cuda.Stream()
+    stream, times = torch.cuda.Stream(), []
     with torch.cuda.stream(stream):
         run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             run()
-        part.prepare(num_rows, indptr, kv_lens)
-        graph.replay()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(20):
+        plan()
+        for _ in range(25):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
             graph.replay()
-        end.record()
-        end.synchronize()
-    return begin.elapsed_time(end) / 20 / LAYERS * 1000
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2] / LAYERS * 1000
 
 
-def lines() -> Iterator[dict[str, Any]]:
+def ragged_lines() -> Iterator[dict[str, Any]]:
     random.seed(0)
-    for name, num_heads in (("16/8", 16), ("40/8", 40)):
-        heads = AttnHeads(num_heads, 8, 128, 128**-0.5)
+    for name, heads in HEADS.items():
         for num_rows, low, high in ROWS:
-            lens = [random.randint(low, high) for _ in range(num_rows)]
-            for page_size in (16, 32, 64, 128):
-                for tensor_cores in (False, True):
-                    if num_heads == 40 and not tensor_cores:
+            lens = sorted((random.randint(low, high) for _ in range(num_rows)), reverse=True)
+            for page_size in (16, 64):
+                for kernel in KERNELS:
+                    if name == "40/8" and kernel.endswith("CUDA cores"):
                         continue
-                    us = measure(heads, page_size, num_rows, lens, tensor_cores)
+                    us = Layers(kernel, heads, page_size, lens).us()
                     yield {
                         "heads": name,
                         "rows": num_rows,
                         "tokens": sum(lens),
                         "page_size": page_size,
-                        "tensor_cores": tensor_cores,
+                        "kernel": kernel,
                         "us": round(us, 1),
                         "tb_per_s": round(sum(lens) * 2 * 8 * 128 * 2 / us / 1e6, 2),
                     }
 
 
+def shared_lines() -> Iterator[dict[str, Any]]:
+    for name, heads in HEADS.items():
+        for num_rows in (64, 256):
+            for prefix in (256, 512, 2048):
+                lens = [prefix + OWN_TOKENS + random.randint(-100, 100) for _ in range(num_rows)]
+                for kernel in ("ours", KERNELS[1] if name == "16/8" else KERNELS[2]):
+                    layers = Layers(kernel, heads, 16, lens, prefix // 16)
+                    yield {
+                        "heads": name,
+                        "rows": num_rows,
+                        "shared_tokens": prefix,
+                        "kernel": kernel,
+                        "one_level_us": round(layers.us(), 1),
+                        "two_level_us": round(layers.us(two_levels=True), 1),
+                    }
+
+
 def main() -> None:
-    for line in lines():
-        print(json.dumps(line), flush=True)
+    for lines in (ragged_lines, shared_lines):
+        for line in lines():
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.tasks import task_queue
 from minisgl_workers.delivery import Delivery
+from minisgl_workers.lease_keeper import LeaseKeeper
 from minisgl_workers.work import ChunkWork
 from tests.jobs.helpers import wait_for
 
@@ -32,7 +33,9 @@ class Group:
         name = self.queue.keys.queue
         self.outbox = Outbox(client, name)
         self.info = WorkerInfo("group-1", model)
-        self.delivery = Delivery(self.queue, self.outbox, task_queue(client, name), low_water=low_water)
+        self.keeper = LeaseKeeper(ChunkQueue(client, model, "group-1"))  # renews when a test says so
+        tasks = task_queue(client, name)
+        self.delivery = Delivery(self.queue, self.keeper, self.outbox, tasks, low_water=low_water)
         self.ran: list[tuple[int, int]] = []
 
     def tick(self) -> None:

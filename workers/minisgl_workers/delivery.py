@@ -1,8 +1,8 @@
 """Chunks between Redis and this group: taken, kept, spooled, written, committed, or given back.
 
-Every duty may fail because Redis is away or the disk is full; it is then tried again, and nothing is lost meanwhile:
-finished rows wait here until their chunk is committed. Knows nothing of engines or tokens. Called by the frontend's
-loop, which never waits for a duty except on an idle group.
+Every duty may fail because Redis is away or full, or the disk is full; it is then tried again, and nothing is lost
+meanwhile: finished rows wait here until their chunk is committed, and no more chunks are taken. Knows nothing of
+engines or tokens. Called by the frontend's loop, which never waits for a duty except on an idle group.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from functools import partial
 
 from minisgl_batch.errors import OutputError, RedisFullError, RedisUnavailableError
-from minisgl_jobs.kept import add_columns
 from minisgl_jobs.leases import ChunkQueue, Commit, Lease, Renewal
 from minisgl_jobs.outbox import Outbox
-from minisgl_jobs.parts import PartInfo, commit_part, output_place, remove_file, write_part
+from minisgl_jobs.parts import commit_part, output_place
 from minisgl_jobs.places import Place
-from minisgl_jobs.results import results_to_table
-from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.scripts import redis_errors
 from minisgl_jobs.spool import encode_result
 from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.tasks import TaskQueue, dispatch_finalise
+from minisgl_workers.lease_keeper import LeaseKeeper
 from minisgl_workers.loading import ChunkLoader
+from minisgl_workers.part_writer import PartWriter, discard
 from minisgl_workers.work import ChunkWork
 
 logger = logging.getLogger(__name__)
 
-RENEW_S = 1.0
 CANCEL_S = 0.02  # between looks for jobs that were canceled
 SPOOL_S = 0.1  # a crash costs the rows that finished since
 HEARTBEAT_S = 3.0
 FINALISE_S = 5.0  # between looks for jobs whose finalise somebody else should have fired
 AWAY_S = 0.5  # between tries while Redis is away
-FULL_S = 2.0  # between tries while the disk or Redis is full
+FULL_S = 2.0  # between tries while Redis is full
 IDLE_S = 0.5
 LOADING_S = 0.01  # between looks while an idle group waits for a chunk's rows
+LAST_WRITES_S = 5.0
 
 
 class Delivery:
@@ -52,47 +52,52 @@ class Delivery:
     def __init__(
         self,
         queue: ChunkQueue,
+        keeper: LeaseKeeper,
         outbox: Outbox,
         tasks: TaskQueue,
         *,
         low_water: int,
-        roots: AllowedRoots | None = None,
+        loader: ChunkLoader | None = None,
     ) -> None:
         """
         Args:
+            keeper: renews the leases.
             low_water: take chunks while fewer samples than this are unfinished.
-            roots: what inputs and outputs may be used; by default all.
+            loader: reads the chunks' rows; by default from wherever a job says.
         """
-        self._loader = ChunkLoader(roots or AllowedRoots())
         self._queue = queue
+        self._keeper = keeper
         self._outbox = outbox
         self._tasks = tasks
         self._low_water = low_water
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parquet")
-        self._writing: dict[ChunkWork, Future[Place]] = {}
+        self._loader = loader or ChunkLoader()
+        self._writer = PartWriter()
+        self._written: list[tuple[ChunkWork, Place]] = []  # on disk, to be committed
         self._unconfirmed: list[Lease] = []  # renames that Redis wasn't told of
-        self._refused: list[tuple[Lease, str]] = []  # chunks to be given back, and why
+        self._unread: list[tuple[Lease, str]] = []  # chunks whose rows can't be read here, and why
         self.works: list[ChunkWork] = []
         self.stopped: list[ChunkWork] = []
         self.spooled: list[tuple[ChunkWork, tuple[int, int]]] = []
-        self._due = dict.fromkeys(("redis", "renew", "cancel", "spool", "write", "heartbeat", "finalise"), 0.0)
+        self._due = dict.fromkeys(("redis", "cancel", "spool", "heartbeat", "finalise"), 0.0)
         self._is_away = False
+        self._is_full = False
         self._take_token = secrets.token_hex(16)
 
     def tick(self, info: WorkerInfo, *, take: bool) -> None:
         """Do all duties that are due; without `take` no chunk is taken."""
         if not self._is_due("redis"):
             return
+        duties: list[Callable[[], None]] = [
+            self._hear,
+            self._look_for_canceled,
+            self._spool,
+            self._commit,
+            partial(self._heartbeat, info),
+        ]
+        duties += [self._fire_finalise, self._begin_loaded, *([self._take] if take else [])]
         try:
-            self._renew()
-            self._look_for_canceled()
-            self._spool()
-            self._commit()
-            self._heartbeat(info)
-            self._fire_finalise()
-            self._start_loaded()
-            if take:
-                self._take()
+            for duty in duties:
+                self._do(duty)
         except RedisUnavailableError as error:
             self._note_away(error)
         else:
@@ -111,6 +116,10 @@ class Delivery:
             self._note_away(error)
             time.sleep(AWAY_S)
 
+    def holds(self, work: ChunkWork) -> bool:
+        """Whether rows of the chunk may be started: nobody else can have it at this moment."""
+        return self._keeper.holds(work.lease)
+
     def announce_part(self, work: ChunkWork, rows: range) -> bool:
         """Before a part of a solo chunk runs: note its rows. False when Redis couldn't be told; try again."""
         try:
@@ -120,38 +129,55 @@ class Delivery:
             return False
 
     def hand_back(self) -> None:
-        """At the end of a drain: give back what isn't complete, with its finished rows spooled."""
+        """At the end of a drain: commit what is complete, and give the rest back with its finished rows spooled."""
         try:
-            self._due["spool"] = 0.0
-            self._spool()
+            self._commit()
+            self._writer.finish(LAST_WRITES_S)
+            self._commit_written()
+            for work in self.works:
+                self._spool_work(work)
             self._queue.handback([*(work.lease for work in self.works), *self._loader.leases])
             self._queue.leave()
         except (RedisUnavailableError, RedisFullError) as error:
             logger.warning("%d chunks were not handed back, their leases run out: %s", len(self.works), error)
         self.works.clear()
         self._loader.close()
-        self._writer.shutdown()
+        self._keeper.stop()
 
     # ------------------------------------------------------------- duties
 
-    def _renew(self) -> None:
-        if not self._is_due("renew"):
-            return
-        works, loading = list(self.works), self._loader.leases
-        answers = self._queue.renew([*(work.lease for work in works), *loading])
-        self._due["renew"] = time.monotonic() + min(RENEW_S, self._queue.lease_s / 3)
-        for lease, answer in zip(loading, answers[len(works) :], strict=True):
-            if answer is not Renewal.OK:
-                self._loader.forget(lease)
-            if answer is Renewal.CANCEL:
-                self._queue.handback([lease])
+    def _do(self, duty: Callable[[], None]) -> None:
+        """Do a duty. What a full Redis refuses is due again by itself, and must not keep the others from theirs."""
+        try:
+            duty()
+        except RedisFullError as error:
+            if not self._is_full:
+                logger.warning(
+                    "%s; no chunk is taken until those under way (%d) are on disk; finished rows wait in memory",
+                    error,
+                    len(self.works),
+                )
+            self._is_full = True
+
+    def _hear(self) -> None:
+        """Of leases that are lost, of canceled jobs, and of a Redis that may have lost its last writes."""
+        by_token = {work.lease.token: work for work in self.works}
+        for lease, renewal in self._keeper.news():
+            work = by_token.get(lease.token)
+            if work is None and self._loader.forget(lease):
+                self._keeper.remove(lease)
+                self._queue.handback([lease])  # a lost one is passed over
                 self._due["finalise"] = 0.0
-        for work, answer in zip(works, answers[: len(works)], strict=True):
-            if answer is Renewal.LOST:
-                logger.warning("chunk %d of job %s went to another worker", work.lease.chunk, work.job_id)
+            if work is None or work.is_stopped:
+                continue
+            if renewal is Renewal.LOST:
+                logger.warning("chunk %d of job %s went to another worker", lease.chunk, work.job_id)
                 self._drop(work)
-            elif answer is Renewal.CANCEL:
+            else:
                 self._give_up(work)
+        if self._keeper.saw_another_server():
+            for work in self.works:
+                work.spool_again()
 
     def _look_for_canceled(self) -> None:
         """Renewals tell of a cancel too, but rows are to stop at once."""
@@ -170,7 +196,8 @@ class Delivery:
             self._spool_work(work)
         except RedisFullError as error:
             logger.warning("finished rows of canceled job %s are kept in memory: %s", work.job_id, error)
-            return  # there will be room, or the chunk will be complete
+            self.stopped.append(work)
+            return  # there will be room
         self._queue.handback([work.lease])
         self._drop(work)
         self._due["finalise"] = 0.0  # this may have been what the job waited for
@@ -178,63 +205,54 @@ class Delivery:
     def _spool(self) -> None:
         if not self._is_due("spool"):
             return
-        try:
-            for work in list(self.works):
-                if not self._spool_work(work):
-                    self._drop(work)
-        except RedisFullError as error:
-            # The rows stay here until their chunk is on disk and committed, which needs no room in Redis.
-            logger.warning("finished rows are kept in memory: %s", error)
-            self._postpone("spool", FULL_S)
-        else:
-            self._postpone("spool", SPOOL_S)
+        self._postpone("spool", FULL_S)
+        for work in list(self.works):
+            # A complete chunk goes to disk at once, unless it has to wait.
+            if (not work.is_complete or self._writer.is_behind) and not self._spool_work(work):
+                self._drop(work)
+        self._postpone("spool", SPOOL_S)
 
     def _spool_work(self, work: ChunkWork) -> bool:
         """Put finished rows where a crash can't reach them; False when the lease is lost."""
         keys = work.unspooled
-        if not keys or (work.is_complete and self._is_due("write")):
-            return True  # a complete chunk goes to disk at once
+        if not keys:
+            return True
         if not self._queue.spool(work.lease, {key: encode_result(work.results[key]) for key in keys}):
             return False
+        self._is_full = False
         work.unspooled = []
         self.spooled.extend((work, key) for key in keys)
         return True
 
     def _commit(self) -> None:
         for work in self.works:
-            if work.is_complete and work not in self._writing and self._is_due("write"):
-                self._writing[work] = self._writer.submit(_write, work)
-        for work, writing in list(self._writing.items()):
-            if writing.done():
-                del self._writing[work]
-                self._commit_written(work, writing)
+            if work.is_complete and not work.is_written:
+                self._writer.write(work)
+        self._commit_written()
         if self._unconfirmed:
             self._queue.renamed(self._unconfirmed)
             self._unconfirmed.clear()
 
-    def _commit_written(self, work: ChunkWork, writing: Future[Place]) -> None:
-        """The part is on disk, or could not be written: commit the chunk, or try again later."""
+    def _commit_written(self) -> None:
+        for work, path in self._writer.written():
+            work.is_written = True
+            self._written.append((work, path))
+        while self._written:
+            self._commit_part(*self._written[0])
+            del self._written[0]  # only now: when Redis is away it is tried again
+
+    def _commit_part(self, work: ChunkWork, pending: Place) -> None:
+        """A part is on disk: commit its chunk."""
         lease = work.lease
-        try:
-            pending = writing.result()
-        except OutputError as error:
-            logger.error("chunk %d of job %s waits, and no chunk is taken: %s", lease.chunk, work.job_id, error)
-            self._postpone("write", FULL_S)
-            return
         if work.is_stopped:
-            _discard(pending)
+            discard(pending)
             return
         rows_ok, rows_error = work.count_rows()
-        try:
-            commit = self._queue.complete(lease, rows_ok=rows_ok, rows_error=rows_error)
-        except RedisUnavailableError:
-            self._writing[work] = writing  # it is on disk: only the commit is tried again
-            raise
-        if commit is Commit.STALE:
-            _discard(pending)
+        if self._queue.complete(lease, rows_ok=rows_ok, rows_error=rows_error) is Commit.STALE:
+            discard(pending)
             self._drop(work)
             return
-        self.works.remove(work)
+        self._let_go(work)
         self.spooled.extend((work, key) for key in work.unspooled)
         self._due["finalise"] = 0.0
         try:
@@ -251,43 +269,54 @@ class Delivery:
 
     def _fire_finalise(self) -> None:
         if self._is_due("finalise"):
+            self._postpone("finalise", FINALISE_S)
             with redis_errors():
                 dispatch_finalise(self._outbox, self._tasks)
-            self._postpone("finalise", FINALISE_S)
 
     def _take(self) -> None:
         # A call that got no answer is repeated with its token, or its chunk would wait for the lease to run out.
-        avoided = self._loader.avoided
-        while self._has_room() and (lease := self._queue.take(self._take_token, avoid=avoided)) is not None:
+        while self._has_room():
+            asked = time.monotonic()
+            lease = self._queue.take(self._take_token, avoid=self._loader.avoided)
+            if lease is None:
+                break
             self._take_token = secrets.token_hex(16)
+            self._keeper.add(lease, asked)
             self._loader.start(lease)
         if not self.works and self._loader.leases:
             self._loader.wait(LOADING_S)
-            self._start_loaded()
+            self._begin_loaded()
 
-    def _start_loaded(self) -> None:
-        """Chunks whose rows are there may run; those that can't be read here go back."""
-        works, refused = self._loader.take()
+    def _begin_loaded(self) -> None:
+        """Chunks whose rows have been read may run; those that can't be read here go back."""
+        works, unread = self._loader.loaded()
         self.works += works
-        self._refused += refused
-        while self._refused:
-            lease, reason = self._refused[0]
+        self._unread += unread
+        while self._unread:
+            lease, reason = self._unread[0]
             self._queue.handback([lease], reason=reason)
-            self._refused.pop(0)
+            self._keeper.remove(lease)
+            del self._unread[0]  # only now: when Redis is away it is tried again
 
     def _has_room(self) -> bool:
+        if not self.works:
+            self._is_full = False
         loading = self._loader.leases
-        if not self._is_due("write") or any(
-            lease.is_solo for lease in [*(work.lease for work in self.works), *loading]
-        ):
+        is_solo = any(lease.is_solo for lease in [*loading, *(work.lease for work in self.works)])
+        if self._is_full or self._writer.is_behind or is_solo:
             return False  # nowhere to put results, or a chunk that must be alone
         num_loading = sum(len(lease.rows) * (lease.spec.params.n or 1) for lease in loading)
         return sum(work.num_left for work in self.works) + num_loading < self._low_water
 
     def _drop(self, work: ChunkWork) -> None:
+        self._let_go(work)
         work.is_stopped = True
-        self.works.remove(work)
+        self._writer.drop(work)
         self.stopped.append(work)
+
+    def _let_go(self, work: ChunkWork) -> None:
+        self.works.remove(work)
+        self._keeper.remove(work.lease)
 
     # ------------------------------------------------------------- timing
 
@@ -299,28 +328,6 @@ class Delivery:
 
     def _note_away(self, error: RedisUnavailableError) -> None:
         if not self._is_away:
-            logger.warning("%s; finished rows wait in memory", error)
+            logger.warning("%s; no chunk is taken, finished rows wait in memory", error)
         self._is_away = True
         self._postpone("redis", AWAY_S)
-
-
-def _discard(pending: Place) -> None:
-    try:
-        remove_file(pending)
-    except OutputError as error:
-        logger.warning("finalise will remove this: %s", error)
-
-
-def _write(work: ChunkWork) -> Place:
-    """In the writer's thread: the part of a complete chunk, under its pending name."""
-    lease = work.lease
-    results = results_to_table(work.results.values(), token_ids=lease.spec.token_ids)
-    table = add_columns(results, work.kept, lease.rows.start, lease.spec.kept)
-    info = PartInfo(
-        job_id=work.job_id,
-        chunk=lease.chunk,
-        epoch=lease.epoch,
-        input_sha256=work.input_sha256,
-        num_rows=table.num_rows,
-    )
-    return write_part(output_place(lease.spec.output), table, info, lease.token)

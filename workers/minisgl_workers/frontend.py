@@ -40,6 +40,7 @@ from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.streams import TokenPublisher
 from minisgl_jobs.tasks import task_queue
 from minisgl_workers.delivery import Delivery
+from minisgl_workers.lease_keeper import LeaseKeeper
 from minisgl_workers.links import FrontendSide
 from minisgl_workers.options import FrontendConfig
 from minisgl_workers.publishing import Publishing, RunningSample
@@ -163,15 +164,28 @@ class Frontend:
             if work.lease.is_solo and len(works) > 1:
                 continue
             part = work.next_part()
-            if part is None or (work.lease.is_solo and not self._announce(work, part)):
+            if part is None or not self._delivery.holds(work):
                 continue
-            work.start(part)
-            self._send_rows(work, part)
+            if not work.lease.is_solo or self._announce(work, part):
+                self._run_part(work, part)
 
     def _announce(self, work: ChunkWork, part: list[Row]) -> bool:
         return self._delivery.announce_part(work, range(part[0].row_index, part[-1].row_index + 1))
 
-    def _send_rows(self, work: ChunkWork, rows: list[Row]) -> None:
+    def _run_part(self, work: ChunkWork, part: list[Row]) -> None:
+        work.start(part)
+        requests = self._prepare(work, part)
+        if not requests:
+            return
+        if self._delivery.holds(work):
+            self._publishing.started(requests, self._running, self._outputs)
+            self._link.send(AddRequests(requests))
+        else:  # this process was stopped for so long that others may have run these rows by now
+            self._forget([request.uid for request in requests])
+            work.take_back(part)
+
+    def _prepare(self, work: ChunkWork, rows: list[Row]) -> list[NewRequest]:
+        """The requests of rows that are to run; those that can't be run fail."""
         spec, requests = work.lease.spec, list[NewRequest]()
         encoded = self._tokenizer.encode_inputs([row.input for row in rows], system=spec.system)
         started_at = time.time()
@@ -200,18 +214,19 @@ class Frontend:
                     request.uid, work, row, sample_index, request.sampling.seed, started_at
                 )
                 requests.append(request)
-        if requests:
-            self._publishing.started(requests, self._running, self._outputs)
-            self._link.send(AddRequests(requests))
+        return requests
 
     def _stop_samples(self, samples: list[RunningSample]) -> None:
         """Give up samples whose results nobody wants any more."""
         uids = [sample.uid for sample in samples]
+        if uids:
+            self._forget(uids)
+            self._link.send(AbortRequests(uids))
+
+    def _forget(self, uids: list[int]) -> None:
         for uid in uids:
             del self._running[uid]
-        if uids:
-            self._outputs.abort(uids)
-            self._link.send(AbortRequests(uids))
+        self._outputs.abort(uids)
 
     # ------------------------------------------------------ from the engine
 
@@ -243,9 +258,12 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     client = connect(options.redis_url)
     tokenizer = ModelTokenizer.load(model_path(options.engine.model))
     ready = _wait_for_engine(link)
-    queue = ChunkQueue(client, options.model, config.worker_id, lease_s=options.lease_s, engine=ready.description)
-    name = queue.keys.queue
-    delivery = Delivery(queue, Outbox(client, name), task_queue(client, name), low_water=2 * ready.max_running)
+    queue, kept = (
+        ChunkQueue(client, options.model, config.worker_id, lease_s=options.lease_s, engine=ready.description)
+        for _ in range(2)
+    )
+    keeper, name = LeaseKeeper(kept), queue.keys.queue
+    delivery = Delivery(queue, keeper, Outbox(client, name), task_queue(client, name), low_water=2 * ready.max_running)
     info = WorkerInfo(
         worker_id=config.worker_id,
         model=options.model,
@@ -259,6 +277,7 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     signal.signal(signal.SIGTERM, lambda *_: frontend.drain(options.drain_s))
     queue.heartbeat(info)  # who is told that this group serves finds it among the workers
     status.ready(engine=ready.description, max_seq_len=ready.max_seq_len, num_pages=ready.num_pages)
+    keeper.start()
     status.start_beats(lambda: frontend.num_rounds)
     frontend.run(ready.max_seq_len)
     link.close()

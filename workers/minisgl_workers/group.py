@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,28 @@ from minisgl_workers.supervisor import GroupPlan, Supervisor
 _RANK_ENV = {"OMP_WAIT_POLICY": "passive"}
 
 
-def run_worker(options: WorkerOptions, on_ready: Callable[[dict[str, dict[str, Any]]], None]) -> None:
+def group_children(options: WorkerOptions, directory: Path) -> list[ChildPlan]:
+    """The processes of a group, the frontend first; their sockets are in `directory`."""
+    worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    sockets = str(directory)
+    env = {name: value for name, value in _RANK_ENV.items() if name not in os.environ}
+    tasks = TaskRunnerConfig(options.redis_url, options.model, worker_id)
+    return [
+        ChildPlan("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
+        ChildPlan("rank 0", "minisgl_workers.rank", RankConfig(options.engine, sockets), env),
+        ChildPlan("tasks", "minisgl_workers.task_runner", tasks, is_spare=True),
+    ]
+
+
+def run_worker(
+    options: WorkerOptions,
+    on_ready: Callable[[dict[str, dict[str, Any]]], None],
+    children: Callable[[WorkerOptions, Path], list[ChildPlan]] = group_children,
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
+        children: what the group consists of.
         on_ready: called with the ready information of each process, by name, whenever the group serves.
 
     Raises:
@@ -34,19 +53,5 @@ def run_worker(options: WorkerOptions, on_ready: Callable[[dict[str, dict[str, A
     model_path(options.engine.model)  # a wrong name or URL shows here, before any process starts
     connect(options.redis_url).close()
 
-    def children(directory: Path) -> list[ChildPlan]:
-        worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        sockets = str(directory)
-        env = {name: value for name, value in _RANK_ENV.items() if name not in os.environ}
-        return [
-            ChildPlan("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
-            ChildPlan("rank 0", "minisgl_workers.rank", RankConfig(options.engine, sockets), env),
-            ChildPlan(
-                "tasks",
-                "minisgl_workers.task_runner",
-                TaskRunnerConfig(options.redis_url, options.model, worker_id),
-                is_spare=True,
-            ),
-        ]
-
-    Supervisor(GroupPlan(children, on_ready, drain_s=options.drain_s, hang_s=options.hang_s)).run()
+    plan = GroupPlan(partial(children, options), on_ready, drain_s=options.drain_s, hang_s=options.hang_s)
+    Supervisor(plan).run()

@@ -34,13 +34,13 @@ class _Pause:
 class ChunkLoader:
     """The chunks that are being read. For one thread, beside its own."""
 
-    def __init__(self, roots: AllowedRoots) -> None:
+    def __init__(self, roots: AllowedRoots | None = None) -> None:
         """
         Args:
-            roots: what inputs and outputs may be used.
+            roots: what inputs and outputs may be used; by default all.
         """
-        self._roots = roots
-        self._reader = ChunkReader(roots)
+        self._roots = roots or AllowedRoots()
+        self._reader = ChunkReader(self._roots)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="input")
         self._loading: dict[str, tuple[Lease, Future[ChunkWork]]] = {}  # by token
         self._pauses: dict[str, _Pause] = {}
@@ -60,13 +60,16 @@ class ChunkLoader:
         """Begin to read a chunk."""
         self._loading[lease.token] = (lease, self._thread.submit(self._load, lease))
 
-    def forget(self, lease: Lease) -> None:
-        """Its rows are not wanted any more."""
-        self._loading.pop(lease.token)[1].cancel()
+    def forget(self, lease: Lease) -> bool:
+        """Its rows are not wanted any more; False when they aren't being read."""
+        loading = self._loading.pop(lease.token, None)
+        if loading is not None:
+            loading[1].cancel()
+        return loading is not None
 
-    def take(self) -> tuple[list[ChunkWork], list[tuple[Lease, str]]]:
+    def loaded(self) -> tuple[list[ChunkWork], list[tuple[Lease, str]]]:
         """What has been read since the last time, and what couldn't be, with the reason."""
-        works, refused = [], []
+        works, unread = [], []
         for token, (lease, future) in list(self._loading.items()):
             if not future.done():
                 continue
@@ -75,8 +78,8 @@ class ChunkLoader:
                 works.append(future.result())
                 self._pauses.pop(lease.spec.job_id, None)
             except (InputUnreachableError, OutputError) as error:
-                refused.append((lease, self._pause(lease, str(error))))
-        return works, refused
+                unread.append((lease, self._pause(lease, str(error))))
+        return works, unread
 
     def wait(self, timeout_s: float) -> None:
         """Until something has been read."""

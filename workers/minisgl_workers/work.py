@@ -28,7 +28,8 @@ class ChunkWork:
         kept: input columns for the output.
         results: (row, sample) -> result of all that is finished.
         unspooled: keys of results that Redis hasn't got yet.
-        is_stopped: its rows run no more, and nothing of it will be written.
+        is_stopped: its rows run no more, and nothing of it will be committed.
+        is_written: its part is on disk under its pending name.
     """
 
     def __init__(self, lease: Lease, chunk: ChunkRows) -> None:
@@ -38,6 +39,7 @@ class ChunkWork:
         self.results: dict[tuple[int, int], RowResult] = {}
         self.unspooled: list[tuple[int, int]] = []
         self.is_stopped = False
+        self.is_written = False
         rows = chunk.rows
         self._num_samples = {row.row_index: samples_of(row, lease.spec.params) for row in rows}
         self._left = dict(self._num_samples)
@@ -85,6 +87,15 @@ class ChunkWork:
         """The part that `next_part` gave runs from now on."""
         self._parts.remove(part)
         self._started = {row.row_index for row in part}
+
+    def take_back(self, part: list[Row]) -> None:
+        """The part that was started last doesn't run after all; what is left of it is the next part again."""
+        self._parts.insert(0, [row for row in part if row.row_index in self._left])
+        self._started = set()
+
+    def spool_again(self) -> None:
+        """Redis may have lost results that it had: give it all of them once more."""
+        self.unspooled = list(self.results)
 
     def missing_samples(self, row: Row) -> list[int]:
         """Samples of a row that are not finished; a chunk that was taken over may have some of them."""

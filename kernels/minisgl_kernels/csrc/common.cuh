@@ -95,20 +95,31 @@ __device__ inline void wait_for_inputs() {
 #ifndef MINISGL_EMULATE
 using tvm::ffi::TensorView;
 
+// With `shared` bytes of dynamic shared memory per block.
 template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), int blocks, int threads, DLDevice device, Args&&... args) {
+void launch_with_shared(void (*kernel)(Params...), int blocks, int threads, int shared, DLDevice device,
+                        Args&&... args) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
   config.attrs = &attribute;
   config.numAttrs = 1;
   tvm::ffi::CUDADeviceGuard guard(device.device_id);
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(std::forward<Args>(args))...);
+  cudaError_t error = cudaSuccess;
+  if (shared > 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error == cudaSuccess)
+    error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(std::forward<Args>(args))...);
   TVM_FFI_ICHECK(error == cudaSuccess) << cudaGetErrorString(error);
+}
+
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), int blocks, int threads, DLDevice device, Args&&... args) {
+  launch_with_shared(kernel, blocks, threads, 0, device, std::forward<Args>(args)...);
 }
 
 template <typename T>

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minisgl_batch.attention.base import AttnHeads, GraphBackend
-from minisgl_batch.attention.registry import resolve_backend
+from minisgl_batch.attention.registry import AttnShapes, resolve_backend
 from minisgl_batch.batch import ForwardBatch
 from minisgl_batch.errors import InvalidParameterError
 from tests.minisgl_batch.attention.steps import PagedCase, random_rows, relative_error
 
-GPU_BACKENDS = ["fa,fi", "fi", "fa", "triton"]
+GPU_BACKENDS = ["fa,cuda", "fa,fi", "fi", "fa", "triton"]
 gpu = pytest.mark.gpu
+TWO_LEVEL_BACKENDS = ["fa,cuda", "fa,fi"]
+SHAPES = AttnShapes(torch.bfloat16, group=2, head_dim=128, page_size=16)
 
 
 def heads_of(group: int, head_dim: int, num_kv_heads: int = 2) -> AttnHeads:
@@ -22,6 +25,8 @@ def heads_of(group: int, head_dim: int, num_kv_heads: int = 2) -> AttnHeads:
 
 
 def case(name: str, group: int, head_dim: int, page_size: int, max_kv_len: int = 700) -> PagedCase:
+    if name == "fa,cuda" and page_size == 1:
+        pytest.skip("reads tiles of 16 tokens")
     dtype, device = (torch.float32, "cpu") if name == "torch" else (torch.bfloat16, "cuda")
     return PagedCase(name, heads_of(group, head_dim), page_size, max_kv_len, dtype, torch.device(device))
 
@@ -42,7 +47,7 @@ def test_torch_backend(group: int, page_size: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("name", GPU_BACKENDS)
-@pytest.mark.parametrize(("group", "head_dim", "page_size"), [(2, 128, 16), (5, 128, 16), (4, 128, 1)])
+@pytest.mark.parametrize(("group", "head_dim", "page_size"), [(2, 128, 16), (5, 128, 16), (4, 128, 1), (8, 64, 64)])
 def test_gpu_backend(name: str, group: int, head_dim: int, page_size: int) -> None:
     steps_of(case(name, group, head_dim, page_size))
 
@@ -58,10 +63,11 @@ def test_gpu_backend_matrix(name: str, group: int, head_dim: int, page_size: int
 
 
 @gpu
+@pytest.mark.parametrize("name", TWO_LEVEL_BACKENDS)
 @pytest.mark.parametrize("group", [2, 5])
 @pytest.mark.parametrize("groups", [[(30, 20)], [(9, 3), (12, 30), (2, 1)], [(2, 1), (2, 2), (2, 3), (2, 4)]])
-def test_two_levels_give_what_one_gives(group: int, groups: list[tuple[int, int]]) -> None:
-    paged = case("fa,fi", group, 128, 16)
+def test_two_levels_give_what_one_gives(name: str, group: int, groups: list[tuple[int, int]]) -> None:
+    paged = case(name, group, 128, 16)
     shared = paged.share_prefixes(groups)
     rows = []
     for num_rows, num_pages in groups:
@@ -72,11 +78,12 @@ def test_two_levels_give_what_one_gives(group: int, groups: list[tuple[int, int]
 
 
 @gpu
+@pytest.mark.parametrize("name", TWO_LEVEL_BACKENDS)
 @pytest.mark.parametrize("shared", [False, True], ids=["one level", "two levels"])
 @pytest.mark.parametrize("group", [2, 5])
-def test_graph_follows_rows_and_groups(group: int, shared: bool) -> None:
+def test_graph_follows_rows_and_groups(name: str, group: int, shared: bool) -> None:
     """One captured step serves other rows, lengths and groups, with padding rows behind them."""
-    paged = case("fa,fi", group, 128, 16)
+    paged = case(name, group, 128, 16)
     backend, buffers, size = paged.backend, paged.buffers, 40
     assert isinstance(backend, GraphBackend)
     assert buffers is not None
@@ -108,12 +115,12 @@ def test_graph_follows_rows_and_groups(group: int, shared: bool) -> None:
             assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize("name", ["magic", "fa,fi", "triton", "fa,magic"])
+@pytest.mark.parametrize("name", ["magic", "fa,cuda", "fa,fi", "triton", "fa,magic"])
 def test_backend_that_cannot_run_here_is_named(name: str) -> None:
     with pytest.raises(InvalidParameterError, match=name):
-        resolve_backend(name, torch.device("cpu"), has_window=False)
+        resolve_backend(name, torch.device("cpu"), SHAPES)
 
 
 def test_windows_are_refused_where_they_are_not_served() -> None:
     with pytest.raises(InvalidParameterError, match="triton"):
-        resolve_backend("fa,fi", torch.device("cuda"), has_window=True)
+        resolve_backend("fa,fi", torch.device("cuda"), replace(SHAPES, has_window=True))

@@ -1,0 +1,400 @@
+// Attention of decode rows over their page lists. Called through `paged_decode.py`, which describes the arguments.
+//
+// Decode attention is as fast as memory if the copies never pause and all multiprocessors finish together. So the pages
+// of all rows are one list of tiles of 16 tokens, and each worker, a warp with one KV head, gets an equal share of that
+// list, wherever rows begin and end in it (cf. Osama et al. 2023, Stream-K). A worker's copies run ahead of its sums by a
+// ring of tiles, across rows too. A row that ends up with several workers is put together by the one that finishes last.
+//
+// Scores are S' = K Q' and outputs O' = V' P', so that the 16 tokens of a tile, or 16 dimensions, are the rows of the
+// tensor core's products, and a KV head's queries the 8 columns.
+
+#include "warp.cuh"
+
+namespace minisgl {
+
+constexpr int kTile = 16;       // tokens
+constexpr int kMaxQueries = 8;  // of a KV head
+constexpr int kWarps = 8;
+constexpr int kRingBytes = 24576;  // of a warp
+constexpr int kMinTiles = 4;       // of a worker: less isn't worth putting together again
+constexpr float kLog2e = 1.4426950408889634f;
+
+struct Shape {
+  int num_rows, num_kv_heads, num_queries;  // queries per KV head
+  int tiles_per_page;
+  int max_shares;    // into which the list of tiles is divided
+  float score_scale;  // with log2(e), since weights are powers of two
+};
+
+template <typename T>
+struct Tensors {
+  const T *q, *k_pool, *v_pool;
+  const int32_t *indptr, *pages, *last_page_lens;
+  const T* prefix_out;      // of another part of the rows' keys, to be joined; or null
+  const float* prefix_lse;  // (num_heads, num_rows), natural logarithms
+  T* out;
+  float *partial_out, *partial_lse;  // (2 * max_shares, num_kv_heads, num_queries[, head_dim])
+  int32_t* arrivals;                 // (num_rows, num_kv_heads), zeros
+};
+
+// The list's first tile of each share; shares differ by one tile at most.
+struct Shares {
+  int64_t num_tiles, num_shares;
+
+  __device__ Shares(int num_tiles, int max_shares) : num_tiles(num_tiles) {
+    const int worthwhile = (num_tiles + kMinTiles - 1) / kMinTiles;
+    num_shares = worthwhile < max_shares ? worthwhile : max_shares;
+  }
+  __device__ int begin(int share) const { return static_cast<int>(share * num_tiles / num_shares); }
+  __device__ int holding(int tile) const { return static_cast<int>(((tile + 1) * num_shares - 1) / num_tiles); }
+};
+
+// Chunks of 16 bytes of a tile's row change places, so that 8 rows' same chunks lie in different banks.
+template <int kHeadDim>
+__device__ int place(int token, int chunk) {
+  return token * kHeadDim + ((chunk ^ (token % 8)) * kVector);
+}
+
+// One KV head's state over the tiles of one row.
+template <typename T, int kHeadDim>
+struct Attention {
+  static constexpr int kSteps = kHeadDim / 16;
+  Pair queries[kSteps][2];  // Q' as the product's right side
+  float out[kSteps][4];     // O', 16 dimensions x 8 queries each, weighted by 2^(score - highest)
+  float highest[2], sum[2];  // of this thread's two queries; the sum is over this thread's tokens
+
+  __device__ void start(const T* q, int num_queries) {
+    const int lane = threadIdx.x % 32, query = lane / 4;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const T* from = q + query * kHeadDim + step * 16 + lane % 4 * 2;
+      queries[step][0] = query < num_queries ? *reinterpret_cast<const Pair*>(from) : 0;
+      queries[step][1] = query < num_queries ? *reinterpret_cast<const Pair*>(from + 8) : 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[step][i] = 0.0f;
+    }
+    highest[0] = highest[1] = -INFINITY;
+    sum[0] = sum[1] = 0.0f;
+  }
+
+  // Take in a tile, of which the first `num_tokens` count, at least one.
+  __device__ void add(const T* keys, T* values, int num_tokens, float score_scale) {
+    const int lane = threadIdx.x % 32;
+    float scores[4] = {}, more[4] = {};  // two chains of products, which take turns
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      Pair a[4];
+      load_matrices(a, keys + place<kHeadDim>(lane % 16, 2 * step + lane / 16));
+      multiply(step % 2 ? more : scores, a, queries[step][0], queries[step][1], T{});
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[i] = (scores[i] + more[i]) * score_scale;
+    if (num_tokens < kTile) forget_rest(scores, values, num_tokens);
+
+    float factor[2];
+    bool changed = false;
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const float top = fmaxf(highest[column], max_over_rows(fmaxf(scores[column], scores[column + 2])));
+      changed |= top != highest[column];
+      factor[column] = exp2f(highest[column] - top);
+      highest[column] = top;
+      scores[column] = exp2f(scores[column] - top);
+      scores[column + 2] = exp2f(scores[column + 2] - top);
+      sum[column] = sum[column] * factor[column] + scores[column] + scores[column + 2];
+    }
+    if (__any_sync(0xffffffffu, changed)) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[step][i] *= factor[i % 2];
+    }
+    const Pair weights_low = transpose(pack<T>(scores[0], scores[1]));
+    const Pair weights_high = transpose(pack<T>(scores[2], scores[3]));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      Pair a[4];
+      load_matrices_transposed(a, values + place<kHeadDim>(lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2));
+      multiply(out[step], a, weights_low, weights_high, T{});
+    }
+  }
+
+  // The last page's unused places may hold anything, NaN too.
+  __device__ void forget_rest(float (&scores)[4], T* values, int num_tokens) {
+    const int lane = threadIdx.x % 32;
+    constexpr int kChunks = kHeadDim / kVector;
+    for (int i = num_tokens * kChunks + lane; i < kTile * kChunks; i += 32)
+      *reinterpret_cast<uint4*>(values + i * kVector) = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (lane / 4 + i / 2 * 8 >= num_tokens) scores[i] = -INFINITY;
+  }
+
+  // Divide by the sums; returns this thread's two queries' log-sum-exps, to base 2.
+  __device__ float2 finish() {
+    float lse[2];
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const float total = sum_over_rows(sum[column]);
+      const float factor = total > 0.0f ? 1.0f / total : 0.0f;  // 0: all its tiles lay behind the row's last token
+      lse[column] = highest[column] + log2f(total);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        out[step][column] *= factor;
+        out[step][column + 2] *= factor;
+      }
+    }
+    return make_float2(lse[0], lse[1]);
+  }
+};
+
+// What one warp writes: a row's queries of one KV head.
+template <typename T, int kHeadDim>
+struct Output {
+  const Tensors<T>& tensors;
+  const Shape& shape;
+  int row, kv_head;
+
+  __device__ int64_t head(int query) const {
+    return int64_t{row} * shape.num_kv_heads * shape.num_queries + kv_head * shape.num_queries + query;
+  }
+
+  // Weights of this part and of the prefix, whose sum is one; (1, 0) without a prefix.
+  __device__ float2 weights(int query, float lse) const {
+    if (tensors.prefix_out == nullptr) return make_float2(1.0f, 0.0f);
+    const int64_t head_index = kv_head * shape.num_queries + query;
+    const float prefix = tensors.prefix_lse[head_index * shape.num_rows + row] * kLog2e;
+    if (!(fabsf(prefix) < INFINITY)) return make_float2(1.0f, 0.0f);  // it saw no key
+    const float weight = 1.0f / (1.0f + exp2f(lse - prefix));
+    return make_float2(1.0f - weight, weight);
+  }
+
+  // All of the row was this warp's.
+  __device__ void write(Attention<T, kHeadDim>& attention, float2 lse) const {
+    const int lane = threadIdx.x % 32, query = lane / 4;
+    // This thread will write for another query than those of its columns.
+    const int holder = query / 2;
+    const float lse_even = __shfl_sync(0xffffffffu, lse.x, holder), lse_odd = __shfl_sync(0xffffffffu, lse.y, holder);
+    const bool exists = query < shape.num_queries;
+    const float2 weight = exists ? weights(query, query % 2 ? lse_odd : lse_even) : make_float2(0.0f, 0.0f);
+    const int64_t begin = head(query) * kHeadDim + lane % 4 * 2;
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Pair pair = transpose(pack<T>(attention.out[step][2 * half], attention.out[step][2 * half + 1]));
+        if (!exists) continue;
+        const int64_t at = begin + step * 16 + half * 8;
+        if (weight.y != 0.0f) {
+          const float2 own = widen(reinterpret_cast<const typename Vector<T>::Pair&>(pair));
+          const float2 prefix = widen(*reinterpret_cast<const typename Vector<T>::Pair*>(tensors.prefix_out + at));
+          pair = pack<T>(own.x * weight.x + prefix.x * weight.y, own.y * weight.x + prefix.y * weight.y);
+        }
+        *reinterpret_cast<Pair*>(tensors.out + at) = pair;
+      }
+    }
+  }
+
+  // This warp had a part of the row; the one that comes last puts the parts together.
+  __device__ void write_part(const Attention<T, kHeadDim>& attention, float2 lse, int slot, int first_share,
+                             int last_share, bool starts_in_first) const {
+    const int lane = threadIdx.x % 32;
+    const int64_t part = (int64_t{slot} * shape.num_kv_heads + kv_head) * shape.num_queries;
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const int query = lane % 4 * 2 + column;
+      if (query >= shape.num_queries) continue;
+      if (lane < 4) __stcg(tensors.partial_lse + part + query, column ? lse.y : lse.x);
+      float* to = tensors.partial_out + (part + query) * kHeadDim + lane / 4;
+#pragma unroll
+      for (int step = 0; step < kHeadDim / 16; ++step) {
+        __stcg(to + step * 16, attention.out[step][column]);
+        __stcg(to + step * 16 + 8, attention.out[step][column + 2]);
+      }
+    }
+    __threadfence();
+    __syncwarp();
+    int arrived = 0;
+    int32_t* counter = tensors.arrivals + int64_t{row} * shape.num_kv_heads + kv_head;
+    if (lane == 0) arrived = atomicAdd(counter, 1);
+    arrived = __shfl_sync(0xffffffffu, arrived, 0);
+    if (arrived != last_share - first_share) return;
+    if (lane == 0) *counter = 0;
+    __threadfence();
+    for (int query = 0; query < shape.num_queries; ++query) join(query, first_share, last_share, starts_in_first);
+  }
+
+  // In the order of the shares, whoever does it. A share's first part lies in its slot 0, its last one in slot 1.
+  __device__ void join(int query, int first_share, int last_share, bool starts_in_first) const {
+    constexpr int kPerLane = kHeadDim / 32;
+    const int lane = threadIdx.x % 32;
+    const auto part = [&](int share) {
+      const int64_t slot = 2 * share + (share == first_share && !starts_in_first ? 1 : 0);
+      return (slot * shape.num_kv_heads + kv_head) * shape.num_queries + query;
+    };
+    float top = -INFINITY;
+    for (int share = first_share + lane; share <= last_share; share += 32)
+      top = fmaxf(top, __ldcg(tensors.partial_lse + part(share)));
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+    float total = 0.0f, x[kPerLane] = {};
+#pragma unroll 4
+    for (int share = first_share; share <= last_share; ++share) {
+      const float weight = exp2f(__ldcg(tensors.partial_lse + part(share)) - top);
+      total += weight;
+      const float* from = tensors.partial_out + part(share) * kHeadDim + lane;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) x[i] += weight * __ldcg(from + 32 * i);
+    }
+    const float2 weight = weights(query, top + log2f(total));
+    const int64_t begin = head(query) * kHeadDim + lane;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const float own = x[i] / total;
+      const float prefix = weight.y != 0.0f ? static_cast<float>(tensors.prefix_out[begin + 32 * i]) : 0.0f;
+      tensors.out[begin + 32 * i] = static_cast<T>(own * weight.x + prefix * weight.y);
+    }
+  }
+};
+
+// The row that holds a tile: as many as end before it. All lanes of the warp get it.
+__device__ inline int row_holding(int tile, const int32_t* indptr, const Shape& shape) {
+  const int lane = threadIdx.x % 32;
+  int ended = 0;
+#pragma unroll 8
+  for (int row = lane; row < shape.num_rows; row += 32) ended += indptr[row + 1] * shape.tiles_per_page <= tile;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) ended += __shfl_xor_sync(0xffffffffu, ended, offset);
+  return ended;
+}
+
+// Copies a worker's tiles into its ring, in order.
+template <typename T, int kHeadDim>
+struct Loader {
+  static constexpr int kTileSize = kTile * kHeadDim;  // of keys; as many values lie behind them
+  static constexpr int kStages = kRingBytes / (2 * kTileSize * int{sizeof(T)});
+  const T *k_pool, *v_pool;  // from this thread's chunk of the first page on
+  const int32_t* pages;
+  T* ring;
+  int tiles_per_page, token_stride, next, end;
+  int page_of_lane, page_of_lane_later;  // of the 32 tiles from a multiple of 32 behind the first on, and of those behind
+
+  __device__ Loader(const Tensors<T>& tensors, const Shape& shape, int kv_head, T* ring, int begin, int end)
+      : pages(tensors.pages), ring(ring), tiles_per_page(shape.tiles_per_page), next(begin), end(end) {
+    constexpr int kChunks = kHeadDim / kVector;
+    const int lane = threadIdx.x % 32;
+    token_stride = shape.num_kv_heads * kHeadDim;
+    const int64_t start = kv_head * kHeadDim + lane % kChunks * kVector + int64_t{lane / kChunks} * token_stride;
+    k_pool = tensors.k_pool + start;
+    v_pool = tensors.v_pool + start;
+    page_of_lane = page(begin + lane);
+    page_of_lane_later = page(begin + 32 + lane);
+  }
+
+  __device__ int page(int tile) const { return tile < end ? pages[tile / tiles_per_page] : 0; }
+
+  __device__ void load_next(int stage, int number) {
+    constexpr int kChunks = kHeadDim / kVector, kTokens = 32 / kChunks;  // that one access of the warp covers
+    if (next < end) {
+      const int lane = threadIdx.x % 32;
+      if (number % 32 == 0 && number > 0) {
+        page_of_lane = page_of_lane_later;
+        page_of_lane_later = page(next + 32 + lane);
+      }
+      const int64_t page = __shfl_sync(0xffffffffu, page_of_lane, number % 32);
+      const int64_t from = (page * tiles_per_page + next % tiles_per_page) * kTile * token_stride;
+      T* to = ring + stage * 2 * kTileSize;
+#pragma unroll
+      for (int token = 0; token < kTile; token += kTokens) {
+        const int target = place<kHeadDim>(token + lane / kChunks, lane % kChunks);
+        copy_async(to + target, k_pool + from + token * token_stride);
+        copy_async(to + kTileSize + target, v_pool + from + token * token_stride);
+      }
+      ++next;
+    }
+    end_of_copies();  // empty at the end, so that the number of groups still says which tile has come
+  }
+};
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors<T> tensors, const Shape shape) {
+  using Load = Loader<T, kHeadDim>;
+  constexpr int kStages = Load::kStages;
+  const int warp = threadIdx.x / 32, worker = blockIdx.x * kWarps + warp;
+  const int kv_head = worker % shape.num_kv_heads, share = worker / shape.num_kv_heads;
+  // The lists were made before the kernel ahead began.
+  const Shares shares(tensors.indptr[shape.num_rows] * shape.tiles_per_page, shape.max_shares);
+  const bool works = share < shares.num_shares;
+  const int begin = works ? shares.begin(share) : 0, end = works ? shares.begin(share + 1) : 0;
+  int row = row_holding(begin, tensors.indptr, shape);
+  T* ring = static_cast<T*>(dynamic_shared()) + warp * (kRingBytes / sizeof(T));
+  Load loader(tensors, shape, kv_head, ring, begin, end);
+  wait_for_inputs();
+  if (!works) return;
+  for (int stage = 0; stage < kStages - 1; ++stage) loader.load_next(stage, stage);
+
+  Attention<T, kHeadDim> attention;
+  int tile = begin, number = 0;
+  while (tile < end) {
+    const int row_begin = tensors.indptr[row] * shape.tiles_per_page;
+    const int row_end = tensors.indptr[row + 1] * shape.tiles_per_page;
+    const int unused = shape.tiles_per_page * kTile - tensors.last_page_lens[row];
+    const int num_tokens = (row_end - row_begin) * kTile - unused;
+    const int until = row_end < end ? row_end : end;
+    const Output<T, kHeadDim> output{tensors, shape, row, kv_head};
+    attention.start(tensors.q + output.head(0) * kHeadDim, shape.num_queries);
+    for (; tile < until; ++tile, ++number) {
+      wait_for_copies<kStages - 2>();
+      __syncwarp();  // everybody's copies have come, and nobody reads the tile before any more
+      loader.load_next((number + kStages - 1) % kStages, number + kStages - 1);
+      T* keys = ring + number % kStages * 2 * Load::kTileSize;
+      const int rest = num_tokens - (tile - row_begin) * kTile;
+      if (rest > 0) attention.add(keys, keys + Load::kTileSize, rest < kTile ? rest : kTile, shape.score_scale);
+    }
+    const float2 lse = attention.finish();
+    const int first_share = shares.holding(row_begin), last_share = shares.holding(row_end - 1);
+    if (first_share == last_share) {
+      output.write(attention, lse);
+    } else {
+      const int slot = 2 * share + (begin < row_begin ? 1 : 0);
+      output.write_part(attention, lse, slot, first_share, last_share, shares.begin(first_share) == row_begin);
+    }
+    ++row;
+  }
+}
+
+#ifndef MINISGL_EMULATE
+void paged_decode(TensorView q, TensorView k_pool, TensorView v_pool, TensorView indptr, TensorView pages,
+                  TensorView last_page_lens, TensorView prefix_out, TensorView prefix_lse, TensorView out,
+                  TensorView partial_out, TensorView partial_lse, TensorView arrivals, double scale, bool has_prefix) {
+  const int num_heads = q.size(1), head_dim = q.size(2), num_kv_heads = k_pool.size(2);
+  const Shape shape{static_cast<int>(q.size(0)),
+                    num_kv_heads,
+                    num_heads / num_kv_heads,
+                    static_cast<int>(k_pool.size(1)) / kTile,
+                    static_cast<int>(partial_lse.size(0)) / 2,
+                    static_cast<float>(scale) * kLog2e};
+  TVM_FFI_ICHECK(k_pool.size(1) % kTile == 0) << "a page isn't a multiple of " << kTile << " tokens";
+  TVM_FFI_ICHECK(shape.num_queries <= kMaxQueries) << "more than " << kMaxQueries << " queries per KV head";
+  const int num_blocks = (shape.max_shares * num_kv_heads + kWarps - 1) / kWarps;
+  with_type(q, [&](auto element) {
+    using T = decltype(element);
+    const auto integers = [](const TensorView& x) { return static_cast<int32_t*>(x.data_ptr()); };
+    const auto floats = [](const TensorView& x) { return static_cast<float*>(x.data_ptr()); };
+    const Tensors<T> tensors{data<T>(q), data<T>(k_pool), data<T>(v_pool), integers(indptr), integers(pages),
+                             integers(last_page_lens), has_prefix ? data<T>(prefix_out) : nullptr, floats(prefix_lse),
+                             data<T>(out), floats(partial_out), floats(partial_lse), integers(arrivals)};
+    const auto run = [&](auto kernel) {
+      launch_with_shared(kernel, num_blocks, kWarps * 32, kWarps * kRingBytes, q.device(), tensors, shape);
+    };
+    if (head_dim == 64) return run(paged_decode_kernel<T, 64>);
+    TVM_FFI_ICHECK(head_dim == 128) << "head dimension " << head_dim << " isn't compiled";
+    run(paged_decode_kernel<T, 128>);
+  });
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(paged_decode, paged_decode);
+#endif
+
+}  // namespace minisgl

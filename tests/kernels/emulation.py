@@ -1,0 +1,60 @@
+"""The CUDA C++ kernels compiled for the CPU, with `emulator/emulate.h` in the place of a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minisgl_kernels import cpp, cuda
+
+_SOURCES = Path(cuda.__file__).parent / "csrc"
+_EMULATOR = Path(__file__).parent / "emulator"
+_CUDA_HEADERS = Path("/usr/local/cuda/include")
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernels' callers call the emulated ones."""
+    if shutil.which("g++") is None or not (_CUDA_HEADERS / "cuda_bf16.h").exists():
+        pytest.skip("needs g++ and CUDA's headers")
+    library = ctypes.CDLL(str(_build()))
+    functions = {name: _caller(getattr(library, f"emulate_{name}")) for name in ("paged_decode",)}
+    monkeypatch.setattr(cuda, "layer_kernels", lambda _: SimpleNamespace(**functions))
+
+
+@cache
+def _build() -> Path:
+    flags = ["-std=c++20", "-O2", "-w", "-DMINISGL_EMULATE", f"-I{_CUDA_HEADERS}", f"-I{_SOURCES}", "-shared", "-fPIC"]
+    files = [*_EMULATOR.iterdir(), *_SOURCES.glob("*.cu*")]
+    text = "\0".join([*flags, *(path.read_text(encoding="utf-8") for path in sorted(files))])
+    library = cpp.cache_dir() / f"emulated-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        built = library.with_suffix(".new")
+        subprocess.run(["g++", *flags, str(_EMULATOR / "kernels.cpp"), "-o", str(built)], check=True)
+        built.replace(library)
+    return library
+
+
+def _caller(function: ctypes._NamedFuncPointer) -> object:
+    """Passes a tensor as its address and its shape."""
+
+    def call(*args: torch.Tensor | float | bool) -> None:
+        values: list[object] = []
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                shape = (ctypes.c_int64 * 8)(*arg.shape)
+                values += [ctypes.c_void_p(arg.data_ptr()), shape]
+            elif isinstance(arg, bool):
+                values.append(ctypes.c_bool(arg))
+            else:
+                values.append(ctypes.c_double(arg))
+        function(*values)
+
+    return call

@@ -1,0 +1,242 @@
+// CUDA on one CPU thread, as far as the kernels use it, so that their mathematics and their layouts are tested where
+// there is no GPU. Every thread of a block is a fiber; one that meets the others waits until they have come. Copies are
+// made when they are waited for, so that a kernel that reads too early gets what was there before.
+
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#undef __shared__
+#define __shared__ static  // one block runs at a time
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+
+namespace emulate {
+
+struct Copy {
+  void* to;
+  const void* from;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 17);
+  std::deque<std::vector<Copy>> groups{1};
+  uint64_t given[2] = {};  // to the others of its warp
+  bool done = false;
+};
+
+// Threads that wait for each other.
+struct Barrier {
+  int members = 0, arrived = 0;
+  int64_t turn = 0;
+};
+
+struct Block {
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Barrier> warps;
+  Barrier all;
+  ucontext_t scheduler;
+  int current = 0;
+};
+
+inline Block* block = nullptr;
+inline std::vector<uint4> shared_memory;
+inline std::function<void()> body;
+
+inline Fiber& self() { return *block->fibers[block->current]; }
+
+inline void meet(Barrier& barrier) {
+  const int64_t turn = barrier.turn;
+  if (++barrier.arrived == barrier.members) {
+    barrier.arrived = 0;
+    ++barrier.turn;
+  }
+  while (barrier.turn == turn) swapcontext(&self().context, &block->scheduler);
+}
+inline void leave(Barrier& barrier) {
+  if (--barrier.members > 0 && barrier.arrived == barrier.members) {
+    barrier.arrived = 0;
+    ++barrier.turn;
+  }
+}
+inline void meet_warp() { meet(block->warps[block->current / 32]); }
+
+inline void fiber_main() {
+  body();
+  self().done = true;
+  leave(block->warps[block->current / 32]);
+  leave(block->all);
+  swapcontext(&self().context, &block->scheduler);
+}
+
+// What thread `lane` of this warp gives; all of them call it, and meet.
+template <typename T>
+T from_lane(const T& mine, int lane) {
+  static_assert(sizeof(T) <= sizeof(self().given));
+  std::memcpy(self().given, &mine, sizeof(T));
+  meet_warp();
+  T theirs;
+  std::memcpy(&theirs, block->fibers[block->current / 32 * 32 + lane]->given, sizeof(T));
+  meet_warp();
+  return theirs;
+}
+
+}  // namespace emulate
+
+inline struct {
+  struct {
+    operator int() const { return emulate::block->current; }
+  } x;
+} threadIdx;
+inline dim3 blockIdx, blockDim, gridDim;
+
+inline void __syncthreads() { emulate::meet(emulate::block->all); }
+inline void __syncwarp() { emulate::meet_warp(); }
+inline void __threadfence() {}
+
+template <typename T>
+T __shfl_sync(unsigned, T x, int lane) {
+  return emulate::from_lane(x, lane);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  return emulate::from_lane(x, emulate::block->current % 32 ^ mask);
+}
+inline bool __any_sync(unsigned, bool x) {
+  for (int mask = 16; mask > 0; mask /= 2) x |= __shfl_xor_sync(0, x, mask);
+  return x;
+}
+inline int atomicAdd(int* to, int x) { return (*to += x) - x; }
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T>
+void __stcg(T* to, T x) {
+  *to = x;
+}
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __expf(float x) { return std::exp(x); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+
+namespace minisgl {
+
+using Pair = uint32_t;
+
+inline void* dynamic_shared() { return emulate::shared_memory.data(); }
+inline void copy_async(void* shared, const void* global) { emulate::self().groups.back().push_back({shared, global}); }
+inline void end_of_copies() { emulate::self().groups.emplace_back(); }
+template <int kGroups>
+void wait_for_copies() {
+  auto& groups = emulate::self().groups;
+  while (groups.size() > kGroups + 1) {
+    for (const auto& copy : groups.front()) std::memcpy(copy.to, copy.from, 16);
+    groups.pop_front();
+  }
+}
+
+inline uint16_t element(Pair pair, int number) { return static_cast<uint16_t>(pair >> (16 * number)); }
+inline Pair pair_of(uint16_t low, uint16_t high) { return low | static_cast<Pair>(high) << 16; }
+
+inline Pair transpose(Pair matrix) {
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  uint16_t out[2];
+  for (int i = 0; i < 2; ++i) {
+    // Element (row, column + i) of the transposed matrix is (column + i, row) of this one.
+    const Pair source = emulate::from_lane(matrix, (column + i) * 4 + row / 2);
+    out[i] = element(source, row % 2);
+  }
+  return pair_of(out[0], out[1]);
+}
+
+inline void load(Pair (&out)[4], const void* row, bool transposed) {
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    const void* from = emulate::from_lane(row, 8 * i + lane / 4);
+    std::memcpy(&out[i], static_cast<const char*>(from) + lane % 4 * 4, 4);
+    if (transposed) out[i] = transpose(out[i]);
+  }
+}
+inline void load_matrices(Pair (&out)[4], const void* row) { load(out, row, false); }
+inline void load_matrices_transposed(Pair (&out)[4], const void* row) { load(out, row, true); }
+
+template <typename T>
+float number(uint16_t bits) {
+  T x;
+  std::memcpy(&x, &bits, 2);
+  return static_cast<float>(x);
+}
+
+template <typename T>
+void multiply(float (&sums)[4], const Pair (&a)[4], Pair b_low, Pair b_high, T) {
+  const int lane = threadIdx.x % 32;
+  for (int k = 0; k < 16; ++k) {
+    // Column k of a: registers 0 and 1 have columns 0 to 7, 2 and 3 the others; 0 and 2 rows 0 to 7.
+    const int holder = k % 8 / 2, high = k / 8;
+    const uint64_t mine = a[2 * high] | static_cast<uint64_t>(a[2 * high + 1]) << 32;
+    const uint64_t theirs = emulate::from_lane(mine, lane / 4 * 4 + holder);
+    const float upper = number<T>(element(static_cast<Pair>(theirs), k % 2));
+    const float lower = number<T>(element(static_cast<Pair>(theirs >> 32), k % 2));
+    for (int column = 0; column < 2; ++column) {
+      const Pair source = emulate::from_lane(high ? b_high : b_low, (lane % 4 * 2 + column) * 4 + holder);
+      const float x = number<T>(element(source, k % 2));
+      sums[column] += upper * x;
+      sums[column + 2] += lower * x;
+    }
+  }
+}
+
+}  // namespace minisgl
+
+namespace emulate {
+
+// Run a kernel, block after block.
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), int blocks, int threads, int shared, Args&&... args) {
+  shared_memory.assign(shared / sizeof(uint4) + 1, make_uint4(~0u, ~0u, ~0u, ~0u));  // NaN, whatever the type
+  gridDim = dim3(blocks);
+  blockDim = dim3(threads);
+  body = [&] { kernel(static_cast<Params>(args)...); };
+  for (int number = 0; number < blocks; ++number) {
+    blockIdx = dim3(number);
+    Block running;
+    block = &running;
+    running.warps.resize((threads + 31) / 32);
+    running.all.members = threads;
+    for (int i = 0; i < threads; ++i) {
+      ++running.warps[i / 32].members;
+      running.fibers.push_back(std::make_unique<Fiber>());
+      Fiber& fiber = *running.fibers.back();
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.data();
+      fiber.context.uc_stack.ss_size = fiber.stack.size();
+      makecontext(&fiber.context, fiber_main, 0);
+    }
+    for (bool any = true; any;) {
+      any = false;
+      for (int i = 0; i < threads; ++i) {
+        if (running.fibers[i]->done) continue;
+        any = true;
+        running.current = i;
+        swapcontext(&running.scheduler, &running.fibers[i]->context);
+      }
+    }
+  }
+}
+
+}  // namespace emulate

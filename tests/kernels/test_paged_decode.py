@@ -1,0 +1,105 @@
+"""Our decode attention on page lists, on a GPU and in the emulator, against its twin in float32."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import pytest
+import torch
+
+from minisgl_kernels import cuda, reference
+from minisgl_kernels.decode_inputs import PageLists
+from minisgl_kernels.paged_decode import make_workspace, paged_decode
+from tests.kernels.emulation import emulate
+from tests.kernels.errors import relative_error
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "emulator":
+        emulate(monkeypatch)
+        return torch.device("cpu")
+    if cuda.layer_kernels(torch.empty(0, dtype=torch.bfloat16, device="cuda")) is None:
+        pytest.skip("needs a Hopper GPU, nvcc, ninja and tvm-ffi")
+    return torch.device("cuda")
+
+
+def check(
+    device: torch.device,
+    kv_lens: list[int],
+    *,
+    group: int,
+    num_kv_heads: int = 2,
+    head_dim: int = 128,
+    page_size: int = 16,
+    num_workers: int | None = None,
+    with_prefix: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Rows of random pages; whatever no row may read is NaN. Twice, since a call leaves its workspace as it was."""
+    num_rows, num_pages = len(kv_lens), [-(-n // page_size) for n in kv_lens]
+    total = sum(num_pages)
+    pools = torch.full((2, total + 3, page_size, num_kv_heads, head_dim), float("nan"))
+    pages = torch.randperm(total + 3)[:total].int()
+    starts = [0, *accumulate(num_pages)]
+    for start, kv_len in zip(starts[:-1], kv_lens, strict=True):
+        for number in range(-(-kv_len // page_size)):
+            rest = min(page_size, kv_len - number * page_size)
+            pools[:, int(pages[start + number]), :rest] = torch.randn(2, rest, num_kv_heads, head_dim)
+    k_pool, v_pool = pools.to(dtype).to(device)
+    lists = PageLists(
+        torch.tensor(starts, dtype=torch.int32, device=device),
+        torch.zeros(num_rows, dtype=torch.int32, device=device),
+        pages.to(device),
+        torch.tensor([(n - 1) % page_size + 1 for n in kv_lens], dtype=torch.int32, device=device),
+    )
+    num_heads, scale = num_kv_heads * group, head_dim**-0.5
+    workspace = make_workspace(num_rows, num_heads, num_kv_heads, head_dim, device, num_workers)
+    for _ in range(2):
+        q = torch.randn(num_rows, num_heads, head_dim).to(dtype).to(device)
+        prefix = wide_prefix = None
+        if with_prefix:
+            prefix_out, prefix_lse = torch.randn_like(q), torch.randn(num_heads, num_rows, device=device) * 3
+            prefix_out[0], prefix_lse[:, 0] = float("nan"), random.choice([float("inf"), float("-inf")])
+            prefix, wide_prefix = (prefix_out, prefix_lse), (prefix_out.float(), prefix_lse)
+        torch.cuda.synchronize() if device.type == "cuda" else None
+        got = paged_decode(q, k_pool, v_pool, lists, scale, workspace, prefix)
+        want = reference.paged_decode(q.float(), k_pool.float(), v_pool.float(), lists, scale, wide_prefix)
+        assert relative_error(got, want) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
+        assert not workspace.arrivals.any()
+
+
+@pytest.mark.parametrize("with_prefix", [False, True], ids=["own", "behind a prefix"])
+@pytest.mark.parametrize(("group", "head_dim", "page_size"), [(1, 64, 16), (2, 128, 16), (5, 128, 32), (8, 64, 64)])
+def test_rows_of_any_length(device: torch.device, group: int, head_dim: int, page_size: int, with_prefix: bool) -> None:
+    lens = [random.randint(1, 100) for _ in range(4)]
+    if device.type == "cuda":
+        lens = [random.randint(1, 3000) for _ in range(random.choice([1, 8, 77, 256]))]
+    # On a CPU few workers, so that rows begin and end anywhere in a share.
+    workers = random.randint(2, 12) if device.type == "cpu" else None
+    options = {"group": group, "head_dim": head_dim, "page_size": page_size, "num_workers": workers}
+    check(device, lens, with_prefix=with_prefix, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv_lens", [[1], [16], [17], [200], [1, 1, 1, 1, 150, 1, 1], [64] * 4])
+def test_rows_and_shares_that_meet_at_their_ends(device: torch.device, kv_lens: list[int]) -> None:
+    check(device, kv_lens, group=2, num_kv_heads=1, num_workers=4)
+
+
+def test_heads_that_do_not_divide_the_workers(device: torch.device) -> None:
+    check(device, [40, 90], group=3, num_kv_heads=3, head_dim=64, num_workers=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_kv_heads", [1, 4, 8, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_heads_and_long_rows(num_kv_heads: int, dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    lens = [random.randint(1, 2000) for _ in range(130)]
+    check(device, lens, group=2, num_kv_heads=num_kv_heads, dtype=dtype)
+    check(device, [20_000, 3], group=2, num_kv_heads=num_kv_heads, dtype=dtype)
+
+
+def test_on_a_cpu_the_twin_runs() -> None:
+    check(torch.device("cpu"), [3, 50], group=2, num_workers=4, with_prefix=True)

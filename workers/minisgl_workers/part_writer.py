@@ -1,0 +1,113 @@
+"""Writes the parts of complete chunks in a thread, and tries again those that found no room.
+
+Knows nothing of Redis. Owned by `delivery`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from minisgl_batch.errors import OutputError
+from minisgl_jobs.kept import add_columns
+from minisgl_jobs.parts import PartInfo, output_place, remove_file, write_part
+from minisgl_jobs.places import Place
+from minisgl_jobs.results import results_to_table
+from minisgl_workers.work import ChunkWork
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 2.0
+REMIND_S = 60.0  # between log lines about the same trouble
+MAX_UNCOMMITTED = 8  # complete chunks in memory; more are a disk that can't keep up
+
+
+class PartWriter:
+    """Chunks on their way to disk. For one thread.
+
+    A part that can't be written stays, and with it all that come after it, until the first of them can be.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parquet")
+        self._writing: dict[ChunkWork, Future[Place]] = {}
+        self._refused: list[ChunkWork] = []
+        self._retry_at = 0.0
+        self._remind_at = 0.0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether no more chunks should be begun: there is nowhere to put their results, for now."""
+        return bool(self._refused) or len(self._writing) >= MAX_UNCOMMITTED
+
+    def write(self, work: ChunkWork) -> None:
+        """Write a complete chunk, if this isn't under way."""
+        if work in self._writing:
+            return
+        if self._refused:
+            if work not in self._refused:
+                self._refused.append(work)
+            if work is not self._refused[0] or time.monotonic() < self._retry_at:
+                return
+        self._writing[work] = self._thread.submit(_write, work)
+
+    def written(self) -> list[tuple[ChunkWork, Place]]:
+        """Chunks that are on disk under their pending names since the last call; each comes once."""
+        done = []
+        for work, writing in list(self._writing.items()):
+            if not writing.done():
+                continue
+            del self._writing[work]
+            try:
+                done.append((work, writing.result()))
+            except OutputError as error:
+                self._refuse(work, error)
+            else:
+                if self._refused:
+                    logger.info("there is room again: chunks are written and taken")
+                    self._refused.clear()
+        return done
+
+    def drop(self, work: ChunkWork) -> None:
+        """Nobody wants this chunk any more. What is being written comes out of `written` all the same."""
+        if work in self._refused:
+            self._refused.remove(work)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for what is being written, and write no more."""
+        wait(self._writing.values(), timeout_s)
+        self._thread.shutdown(wait=False)
+
+    def _refuse(self, work: ChunkWork, error: OutputError) -> None:
+        now = time.monotonic()
+        self._retry_at = now + RETRY_S
+        if now >= self._remind_at:
+            self._remind_at = now + REMIND_S
+            where = f"chunk {work.lease.chunk} of job {work.job_id}"
+            logger.error("%s waits and no chunk is taken until it can be written: %s", where, error)
+        if not work.is_stopped and work not in self._refused:
+            self._refused.insert(0, work)
+
+
+def discard(pending: Place) -> None:
+    """Remove a part that won't be committed."""
+    try:
+        remove_file(pending)
+    except OutputError as error:
+        logger.warning("finalise will remove this: %s", error)
+
+
+def _write(work: ChunkWork) -> Place:
+    """In the writer's thread: the part of a complete chunk, under its pending name."""
+    lease = work.lease
+    results = results_to_table(work.results.values(), token_ids=lease.spec.token_ids)
+    table = add_columns(results, work.kept, lease.rows.start, lease.spec.kept)
+    info = PartInfo(
+        job_id=work.job_id,
+        chunk=lease.chunk,
+        epoch=lease.epoch,
+        input_sha256=work.input_sha256,
+        num_rows=table.num_rows,
+    )
+    return write_part(output_place(lease.spec.output), table, info, lease.token)
