@@ -44,6 +44,7 @@ class Fault:
         field: the name or path of the field at fault, such as "body.messages[2].role"; "" is the line as a whole.
         problem: what is wrong; follows the field's name in a sentence.
         hint: what to do.
+        place: how to name the line where its number alone doesn't say it, such as "part-1.csv:7" or "row 7".
     """
 
     file: str
@@ -51,6 +52,7 @@ class Fault:
     field: str
     problem: str
     hint: str
+    place: str = ""
 
 
 class InvalidInputError(UsageError):

@@ -76,7 +76,7 @@ class Records:
     Attributes:
         name: of the input as the user gave it.
         uri: where workers find it; "" where only this process does.
-        file, line: where the last record is, for messages.
+        file, line, place: where the last record is, for messages; see `Fault`.
 
     Raises (while iterating, too):
         InvalidInputError: a file can't be read, or is of another kind than the first.
@@ -99,6 +99,12 @@ class Records:
     @property
     def line(self) -> int:
         return self._current.line
+
+    @property
+    def place(self) -> str:
+        if self._files[self._number]:
+            return f"{self._files[self._number]}:{self.line}"
+        return f"row {self.line}" if isinstance(self._current, TableFile) else ""
 
     def __iter__(self) -> Iterator[Record]:
         while True:

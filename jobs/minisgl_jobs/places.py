@@ -21,6 +21,7 @@ from minisgl_batch.errors import UsageError
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _ARROW_SCHEMES = {"s3", "gs", "gcs"}  # pyarrow reads these without another package
 _INSTALL = "pip install 'minisgl-batch[remote]'"
+_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
@@ -340,7 +341,10 @@ def _open_store(url: str) -> Any:
     except ImportError as error:
         if scheme not in _ARROW_SCHEMES:
             raise UsageError(f"{url} can't be used: {error}") from None
-        return _arrow_store(scheme, url)
+        try:
+            return _arrow_store(scheme, url)
+        except (ValueError, OSError) as reason:
+            raise UsageError(f"{url} can't be used: {reason}") from None
     except (ValueError, OSError) as error:
         raise UsageError(f"{url} can't be used: {error}") from None
 
@@ -364,6 +368,7 @@ def _arrow_store(scheme: str, url: str) -> Any:
             """Not needed: object stores have no folders."""
 
     endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
-    if scheme == "s3" and endpoint:
-        return _Store(fs.S3FileSystem(endpoint_override=endpoint))
+    region = next((os.environ[name] for name in _REGIONS if os.environ.get(name)), None)
+    if scheme == "s3" and (endpoint or region):  # else the bucket's region is asked for
+        return _Store(fs.S3FileSystem(endpoint_override=endpoint, region=region))
     return _Store(fs.FileSystem.from_uri(url.replace("gcs://", "gs://", 1))[0])

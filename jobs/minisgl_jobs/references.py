@@ -145,6 +145,7 @@ class _At:
 
     file: str
     _records: RecordFile
+    place: str = ""  # which rows are faulty is known, and why
 
     @property
     def line(self) -> int:

@@ -35,12 +35,14 @@ MAX_MODELS_NOTED = 8
 
 
 class Located(Protocol):
-    """Knows where the record that it gave last came from: a file's name, and a line or a table's row."""
+    """Knows where the record that it gave last came from: a file's name, and a line or a table's row; see `Fault`."""
 
     @property
     def file(self) -> str: ...
     @property
     def line(self) -> int: ...
+    @property
+    def place(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +152,8 @@ class RowReader:
                 stripped = record.strip()
                 if not stripped or stripped == BOM:
                     continue
-            file, line = (at.file, at.line) if at is not None else (self.file, number)
-            yield self._read_record(file, line, record)
+            where = (at.file, at.line, at.place) if at is not None else (self.file, number, "")
+            yield self._read_record(record, *where)
             if self.num_rows == self._options.limit:
                 return
 
@@ -175,7 +177,7 @@ class RowReader:
         if not self.num_rows:
             raise InvalidInputError(f"{self.file} holds no rows")
 
-    def _read_record(self, file: str, number: int, record: Record) -> Row | Fault:
+    def _read_record(self, record: Record, file: str, number: int, place: str) -> Row | Fault:
         row_index = self.num_rows
         self.num_rows += 1
         fields: dict[str, Any] = {}
@@ -186,9 +188,9 @@ class RowReader:
                 raise record.problem
             else:
                 fields = record.values
-            return self._checked_row(row_index, number, fields, record)
+            return self._checked_row(row_index, number, place, fields, record)
         except FieldError as found:
-            fault = found.at(file, number)
+            fault = found.at(file, number, place)
         finally:
             if self._options.keep_columns:
                 self.kept.add(record, fields)
@@ -202,10 +204,11 @@ class RowReader:
             error=RowError("invalid_request", describe_fault(fault)),
         )
 
-    def _checked_row(self, row_index: int, number: int, fields: dict[str, Any], record: Record) -> Row:
+    def _checked_row(self, row_index: int, number: int, place: str, fields: dict[str, Any], record: Record) -> Row:
         custom_id = read_custom_id(fields)
         if custom_id and (first := self._custom_ids.add(custom_id, number)) is not None:
-            raise FieldError("custom_id", f"{show(custom_id)} stands on line {first} already", "give each row its own")
+            already = f"stands on line {first} already" if not place else "is an earlier row's already"
+            raise FieldError("custom_id", f"{show(custom_id)} {already}", "give each row its own")
         prefix = ""
         if self._template is not None:
             body = _use_template(self._template, fields)

@@ -70,20 +70,28 @@ class TableFile:
         columns = self._table.schema.names
         check_columns(name, columns, wanted, keep)
         self._used = [*wanted, *settings_columns(columns, wanted)]
+        self._columns = list(dict.fromkeys([*self._used, *self._keep]))
+        self._batches: Iterator[pa.RecordBatch] | None = None
+        self._current: pa.RecordBatch | None = None  # which rows are given from, from `_offset` on
+        self._offset = 0
         self._schema = pa.schema([_plain(self._table.schema.field(name)) for name in keep])
 
     def __iter__(self) -> Iterator[TableRow]:
-        columns = list(dict.fromkeys([*self._used, *self._keep]))
         with reading(self._name):
-            for batch in self._table.batches(self.position, columns):
-                yield from self._rows(batch)
+            while self._current is not None or self._advance():
+                yield from self._rows()
 
     @property
     def lines_read(self) -> int:
         return self.position
 
     def skip_to(self, position: int, lines_read: int) -> None:
-        """Go on with the row at `position`."""
+        """Go on with the row at `position`, which isn't before the present one."""
+        with reading(self._name):
+            if self._batches is None:
+                self._batches = self._table.batches(position, self._columns)
+            else:
+                self._skip(position - self.position)
         self.position, self.line = position, lines_read
 
     def info(self) -> InputInfo:
@@ -95,18 +103,42 @@ class TableFile:
     def close(self) -> None:
         self._raw.close()
 
-    def _rows(self, batch: pa.RecordBatch) -> Iterator[TableRow]:
+    def _advance(self) -> bool:
+        """Go on to the next batch; False at the end."""
+        if self._batches is None:
+            self._batches = self._table.batches(self.position, self._columns)
+        self._current, self._offset = next(self._batches, None), 0
+        return self._current is not None
+
+    def _skip(self, num_rows: int) -> None:
+        while num_rows and (self._current is not None or self._advance()):
+            assert self._current is not None
+            step = min(num_rows, self._current.num_rows - self._offset)
+            self._offset += step
+            num_rows -= step
+            if self._offset == self._current.num_rows:
+                self._current = None
+
+    def _rows(self) -> Iterator[TableRow]:
+        """The rest of the current batch."""
+        batch = self._current
+        assert batch is not None
+        if self._offset == batch.num_rows:
+            self._current = None
         values = {name: _cells(batch.column(name)) for name in self._used}
         kept = None
         if self._keep:
             arrays = [batch.column(field.name).cast(field.type) for field in self._schema]
             kept = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
-        for index in range(batch.num_rows):
-            tidied = {name: tidy(name, cells[index], is_text=False) for name, cells in values.items()}
+        for number in range(self._offset, batch.num_rows):
+            tidied = {name: tidy(name, cells[number], is_text=False) for name, cells in values.items()}
             row = {name: value for name, value in tidied.items() if value is not None}
+            self._offset = number + 1
             self.position += 1
             self.line = self.position
-            yield TableRow(row, kept=kept, number=index)
+            if self._offset == batch.num_rows:
+                self._current = None
+            yield TableRow(row, kept=kept, number=number)
 
 
 class _Parquet:
