@@ -26,12 +26,10 @@ import torch
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.hub import model_path
-from minisgl_batch.messages import AddRequests, EngineStats, NewRequest, Ready, StepOutput
+from minisgl_batch.messages import AddRequests, DropCache, EngineStats, NewRequest, StepOutput
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.sampling_params import EngineSampling
-from minisgl_batch.scheduler.factory import make_scheduler
-from minisgl_batch.scheduler.scheduler import Scheduler
-from minisgl_batch.scheduler.source import LocalSource
+from minisgl_batch.scheduler.local import LocalEngine
 
 TEMPERATURE = 0.6
 MAX_ID = 10_000
@@ -123,32 +121,29 @@ class Bench:
 
     def __init__(self, config: EngineConfig) -> None:
         started = time.perf_counter()
-        self._model = config.model
-        self.source = LocalSource()
+        self._model, self._tp = config.model, config.tp
         with _model_folder(config) as resolved:
             self._vocab_size = load_model_config(model_path(resolved.model)).vocab_size
-            self.use(make_scheduler(resolved, self.source))
-        ready = self.source.outbox.popleft()
-        assert isinstance(ready, Ready)
+            self.engine = LocalEngine(resolved)
         self._next_uid = 0
         # Once through the kinds of steps that follow: large pieces, many rows.
         self._generate([(prompt, 4) for prompt, _ in workload("U")])
         self._startup_s = time.perf_counter() - started
-        self.description = ready.description
+        self.description = self.engine.ready.description
 
     def run(self, name: str) -> BenchResult:
         """Generate a whole workload, from an empty prefix cache."""
         prompts = workload(name)
-        self.scheduler.cache.reset()
-        before = self.scheduler.stats()
+        self.engine.source.inbox.append(DropCache())
+        before = self.stats()
         seconds, num_tokens = self._generate(prompts)
-        stats = self.scheduler.stats()
+        stats = self.stats()
         assert num_tokens == sum(num for _, num in prompts)
         return BenchResult(
             engine="minisgl-batch",
             workload=name,
             model=self._model,
-            tp=1,
+            tp=self._tp,
             prompt_tokens=sum(len(prompt) for prompt, _ in prompts),
             cached_tokens=stats.cached_tokens - before.cached_tokens,
             output_tokens=num_tokens,
@@ -161,18 +156,12 @@ class Bench:
             gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         )
 
-    def use(self, scheduler: Scheduler) -> None:
-        """Measure this scheduler from now on; its source is `source`."""
-        self.scheduler = scheduler
-        self._loop = scheduler.loop()
-
     def tick(self) -> None:
         """One tick of the scheduler's loop, whose output nobody wants."""
-        next(self._loop)
-        self.source.outbox.clear()
+        self.engine.tick()
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        return self.engine.scheduler.stats()
 
     def _generate(self, prompts: Prompts) -> tuple[float, int]:
         """Seconds for the whole call, and how many tokens came."""
@@ -184,13 +173,11 @@ class Bench:
             ids = np.array(prompt, dtype=np.int32) % self._vocab_size
             requests.append(NewRequest(self._next_uid, ids.tobytes(), sampling))
             self._next_uid += 1
-        self.source.inbox.append(AddRequests(requests))
+        self.engine.source.inbox.append(AddRequests(requests))
         outputs: dict[int, list[int]] = {request.uid: [] for request in requests}
         left = len(requests)
         while left:
-            next(self._loop)
-            while self.source.outbox:
-                step = self.source.outbox.popleft()
+            for step in self.engine.tick():
                 assert isinstance(step, StepOutput)
                 uids = np.frombuffer(step.uids, dtype=np.int64).tolist()
                 for uid, token in zip(uids, np.frombuffer(step.tokens, dtype=np.int32).tolist(), strict=True):

@@ -22,7 +22,7 @@ from typing import IO, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from minisgl_batch.errors import MiniSGLError
+from minisgl_batch.errors import MiniSGLError, RankLostError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,11 @@ class ChildFailed(msgspec.Struct, frozen=True, tag="failed"):
     expected: bool
     exit_code: int
     at_s: float = 0.0
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether another child's death brought this about."""
+        return self.exit_code == RankLostError.EXIT_CODE
 
 
 class ChildBeat(msgspec.Struct, frozen=True, tag="beat"):
@@ -231,7 +236,7 @@ def run_child(
             gone: a parent should start such children in its main thread.
     """
     if on_orphaned is None:
-        _die_with_parent()
+        die_with_parent()
     status = StatusPipe(int(os.environ[_STATUS_FD_ENV]))
     setup_logging(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -259,9 +264,11 @@ def setup_logging(name: str) -> None:
     )
 
 
-def _die_with_parent() -> None:
-    """On Linux: be killed when the thread that started this process ends. A parent that is gone by now left its mark
-    on the lifeline."""
+def die_with_parent() -> None:
+    """On Linux: have this process killed when the thread that started it ends, also when it hangs or is stopped.
+
+    A parent that is gone by now left its mark on the lifeline.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -35,6 +35,8 @@ class EngineConfig:
         cuda_graph_max_bs: decode steps of up to so many rows are CUDA graphs; 0 captures none.
         mixed: let decode rows and pieces of prompts share steps; without it, off for GPUs and on for CPUs.
         share_prefixes: attend to a prefix that many rows have once for all of them, where that is faster.
+        tp: ranks that share the model, each a process with a device of its own.
+        check_ranks: compare what the ranks run every so many steps, to find a fault of ours; 0 never does.
         dummy_weights: random weights instead of the checkpoint's, for benchmarks.
         device: "cuda", "cpu" or "auto".
     """
@@ -53,15 +55,19 @@ class EngineConfig:
     cuda_graph_max_bs: int | None = None
     mixed: bool | None = None
     share_prefixes: bool = True
+    tp: int = 1
+    check_ranks: int = 0
     dummy_weights: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_running", "max_prefill_tokens", "max_seq_len"):
+        for name in ("page_size", "num_pages", "max_running", "max_prefill_tokens", "max_seq_len", "tp"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidParameterError(name, f"must be at least 1, got {value}")
-        if self.cuda_graph_max_bs is not None and self.cuda_graph_max_bs < 0:
-            raise InvalidParameterError("cuda_graph_max_bs", f"must be at least 0, got {self.cuda_graph_max_bs}")
+        for name in ("cuda_graph_max_bs", "check_ranks"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise InvalidParameterError(name, f"must be at least 0, got {value}")
         if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:
             raise InvalidParameterError("memory_ratio", f"must be in (0, 1], got {self.memory_ratio:g}")

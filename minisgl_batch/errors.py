@@ -133,3 +133,12 @@ class WorkerError(MiniSGLError):
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class RankLostError(WorkerError):
+    """Raised by a tensor-parallel rank whose group lost another rank: the other one's error says why."""
+
+    EXIT_CODE = 75  # tells whoever started the ranks that this isn't the first error
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, exit_code=self.EXIT_CODE)

@@ -3,13 +3,15 @@
     llm = LLM("demo")
     for output in llm.chat([{"role": "user", "content": "What is 17 + 25?"}]): print(output.outputs[0].text)
 
-The same scheduler and engine as in a worker group, fed from lists instead of sockets. For one thread.
+The same scheduler and engine as in a worker group, fed from lists instead of sockets. With `tp=N` this process is the
+first of N ranks, and the others are child processes. For one thread.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -29,8 +31,7 @@ from minisgl_batch.messages import (
     StepOutput,
 )
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
-from minisgl_batch.scheduler.factory import make_scheduler
-from minisgl_batch.scheduler.source import LocalSource
+from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
     FinishReason,
     ModelTokenizer,
@@ -104,11 +105,13 @@ class LLM:
         model: "demo", a local folder in Hugging Face format, or a hub id.
         seed: makes samples of prompts without a seed of their own repeatable.
         page_size, num_pages, max_running, max_prefill_tokens, max_seq_len, memory_ratio, dtype, attention_backend,
-        cache, overlap, cuda_graph_max_bs, mixed, share_prefixes, dummy_weights, device: see `EngineConfig`.
+        cache, overlap, cuda_graph_max_bs, mixed, share_prefixes, tp, check_ranks, dummy_weights, device: see
+        `EngineConfig`.
 
     Raises:
         ModelError: the model can't be found or loaded, or doesn't fit into memory.
         InvalidParameterError: an option has a value that can't be used; names it.
+        WorkerError: a rank failed or died; so do `generate`, `chat` and `stream`, and the LLM is of no more use.
     """
 
     def __init__(
@@ -129,6 +132,8 @@ class LLM:
         cuda_graph_max_bs: int | None = None,
         mixed: bool | None = None,
         share_prefixes: bool = True,
+        tp: int = 1,
+        check_ranks: int = 0,
         dummy_weights: bool = False,
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
@@ -147,16 +152,16 @@ class LLM:
             cuda_graph_max_bs=cuda_graph_max_bs,
             mixed=mixed,
             share_prefixes=share_prefixes,
+            tp=tp,
+            check_ranks=check_ranks,
             dummy_weights=dummy_weights,
             device=device,
         )
         self.tokenizer = ModelTokenizer.load(model_path(model))
-        self._source = LocalSource()
-        self._scheduler = make_scheduler(self.config, self._source)
-        self._loop = self._scheduler.loop()
-        ready = self._source.outbox.popleft()
-        assert isinstance(ready, Ready)
-        self.max_seq_len = ready.max_seq_len
+        self._engine = LocalEngine(self.config)
+        self._end = weakref.finalize(self, self._engine.close)
+        self._inbox = self._engine.source.inbox
+        self.max_seq_len = self._engine.ready.max_seq_len
         self._outputs = OutputProcessor(self.tokenizer.detokenizer)
         self._seed = secrets.randbelow(MAX_SEED) if seed is None else seed
         self._num_prompts = 0
@@ -200,7 +205,17 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters since the start: tokens, cache hits, steps."""
-        return self._scheduler.stats()
+        return self._engine.scheduler.stats()
+
+    def close(self) -> None:
+        """Free the engine's memory and end its processes, as the end of the program does; nothing is called then."""
+        self._end()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # ------------------------------------------------------------- internals
 
@@ -235,7 +250,7 @@ class LLM:
     def _run(self, work: _Work, *, watch: bool = False) -> Iterator[OutputEvents]:
         """Drive the engine until every request of `work` has ended."""
         left = {request.uid for request in work.requests}
-        self._source.inbox.append(AddRequests(work.requests))
+        self._inbox.append(AddRequests(work.requests))
         if watch:
             for uid in left:
                 self._outputs.watch(uid)
@@ -246,14 +261,13 @@ class LLM:
                     yield events
         finally:
             self._outputs.abort(left)
-            self._source.inbox.append(AbortRequests(sorted(left)))
-            for _ in self._tick():
-                pass  # answers to what was just aborted
+            if self._engine.is_usable:
+                self._inbox.append(AbortRequests(sorted(left)))
+                for _ in self._tick():
+                    pass  # answers to what was just aborted
 
     def _tick(self) -> Iterator[OutputEvents]:
-        next(self._loop)
-        while self._source.outbox:
-            message = self._source.outbox.popleft()
+        for message in self._engine.tick():
             match message:
                 case StepOutput():
                     events = self._outputs.process(message, time.perf_counter())
@@ -262,7 +276,7 @@ class LLM:
                 case Ready():
                     continue
             if events.aborts:
-                self._source.inbox.append(AbortRequests(events.aborts))
+                self._inbox.append(AbortRequests(events.aborts))
             yield events
 
 

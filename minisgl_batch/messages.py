@@ -39,11 +39,15 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     uids: list[int]
 
 
+class DropCache(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """Forget all cached prefixes; without effect while requests are here."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Leave the loop at once; the sender has what it wants."""
 
 
-ToEngine: TypeAlias = AddRequests | AbortRequests | Shutdown
+ToEngine: TypeAlias = AddRequests | AbortRequests | DropCache | Shutdown
 
 # StepOutput.finish, one byte per token
 NOT_FINISHED, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = range(4)
@@ -110,5 +114,6 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 FromEngine: TypeAlias = StepOutput | RequestsRefused | Ready
 
 to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+tick_decoder: msgspec.msgpack.Decoder[list[ToEngine]] = msgspec.msgpack.Decoder(list[ToEngine])
 from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 encoder = msgspec.msgpack.Encoder()

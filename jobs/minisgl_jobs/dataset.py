@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 
 import msgspec
@@ -287,6 +288,22 @@ def clear_dataset(folder: Place) -> None:
     ours = sorted((name for name in list_folder(folder) if _is_ours(name)), key=lambda n: (n != SUCCESS, n != MANIFEST))
     for name in ours:
         remove_file(folder / name)
+
+
+def remove_dataset(folder: Place, job_id: str) -> None:
+    """Remove a job's dataset, and the folder if nothing else is in it; there may be none.
+
+    Raises:
+        OutputError: the folder holds another dataset, or can't be written.
+    """
+    manifest = read_manifest(folder)
+    if manifest is not None and manifest.job_id != job_id:
+        raise OutputError(f"{folder} holds the dataset of job {manifest.job_id} by now, not that of job {job_id}")
+    if manifest is None and part_names(folder):
+        raise OutputError(f"{folder} holds parts of a job that isn't finished, not the dataset of job {job_id}")
+    clear_dataset(folder)
+    with suppress(OSError):  # it isn't there, or others' files are in it
+        folder.rmdir()
 
 
 def _is_ours(name: str) -> bool:

@@ -15,6 +15,7 @@ QUEUES = "mb:queues"
 
 QUEUE_PARTS = (
     "lease",  # zset: "job|chunk" -> deadline, server ms
+    "held",  # zset: job that waits for a time or another job -> when to look at it, server ms
     "fin",  # zset, the outbox of finalise: job -> next try, server ms
     "tick",  # string: when a worker was last seen taking or renewing, server ms
     "grace",  # string: until when nobody takes over, server ms
@@ -32,6 +33,7 @@ JOB_PARTS = (
     "renames",  # hash: committed chunk -> "token epoch" until the rename of its part is confirmed
     "bad",  # hash: chunk -> number of error rows
     "poison",  # hash: chunk -> JSON of its deaths
+    "followers",  # set: "queue job" of jobs that wait for this one's end
 )
 STREAM_PARTS = (  # of a job too, but always with a short life of their own
     "tokens",  # stream: the last token messages

@@ -24,6 +24,7 @@ from minisgl_jobs.status import JobStatus, WorkerInfo, parse_status, spec_encode
 logger = logging.getLogger(__name__)
 
 SUBMIT_TTL_S = 3600.0  # how long a job that nobody goes on submitting is kept
+LOOK_S = 30.0  # between looks at a held job of which nobody has said that it may start
 MAX_APPEND_BYTES = 4 << 20
 MAX_APPEND_CHUNKS = 500  # Lua can't unpack many more arguments than these twice
 
@@ -81,14 +82,20 @@ class JobQueue:
             if self._scripts.run("append", prefix, spec.job_id, self._submit_ttl_ms, *flat) == b"gone":
                 raise _ended(spec.job_id)
 
-    def seal(self, spec: JobSpec) -> None:
+    def seal(self, spec: JobSpec, *, after: str = "", start_at: float = 0.0) -> None:
         """Let the job run: all of its chunks were appended. A job that was sealed before stays as it is.
+
+        Args:
+            spec: the job.
+            after: hold it until this job has ended; see `held.py`.
+            start_at: hold it until then, Unix seconds of the server's clock.
 
         Raises:
             JobNotFoundError: the job wasn't created, or waited too long.
             JobStateError: chunks are missing; append them and seal again.
         """
-        answer = self._scripts.run("seal", QueueKeys(queue_name(spec.model)).prefix, spec.job_id)
+        prefix = QueueKeys(queue_name(spec.model)).prefix
+        answer = self._scripts.run("seal", prefix, spec.job_id, after, int(start_at * 1000), int(LOOK_S * 1000))
         if answer == b"gone":
             raise _ended(spec.job_id)
         if answer == b"incomplete":
@@ -151,17 +158,31 @@ class JobQueue:
         if before != b"partial" and int(epoch_before) == epoch:
             raise JobStateError(f"job {job_id} can't be retried: it is {before.decode()}, not partial")
 
-    def pause(self, model: str) -> None:
-        """Hand out nothing more of a model's queue; what runs goes on."""
-        with redis_errors():
-            self._client.set(QueueKeys(queue_name(model)).part("paused"), 1)
+    def purge(self, job_id: str) -> None:
+        """Forget a job that has ended, before its keys expire by themselves. Its dataset stays.
 
-    def resume(self, model: str) -> None:
-        """End a pause; workers notice at once."""
+        Raises:
+            JobNotFoundError: there is no such job (any more).
+            JobStateError: it hasn't ended.
+        """
+        state = JobState(self._run("purge", job_id).decode())
+        if not state.is_final:
+            raise JobStateError(f"job {job_id} is {state.value}: cancel it before it is purged")
+
+    def pause(self, model: str) -> bool:
+        """Hand out nothing more of a model's queue; what runs goes on. Tells whether the queue was ever used."""
         keys = QueueKeys(queue_name(model))
         with redis_errors():
-            self._client.delete(keys.part("paused"))
+            self._client.set(keys.part("paused"), 1)
+            return bool(self._client.hexists(QUEUES, keys.queue))
+
+    def resume(self, model: str) -> bool:
+        """End a pause; workers notice at once. Tells whether the queue was paused."""
+        keys = QueueKeys(queue_name(model))
+        with redis_errors():
+            was_paused = bool(self._client.delete(keys.part("paused")))
         self._scripts.run("ring", keys.prefix)
+        return was_paused
 
     def workers(self, *, model: str | None = None) -> list[WorkerInfo]:
         """The living worker groups, of one model or of all."""

@@ -5,6 +5,7 @@ Knows the replies of the scripts, but makes no calls.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +75,10 @@ class JobStatus:
         num_deaths: how often a worker died (or went silent) over a chunk of this job.
         num_workers: living worker groups that serve its queue.
         paused: whether its queue is paused.
-        error: why it failed.
+        error: why it failed or was canceled.
         blocked: why the last worker that took a chunk gave it back, until somebody takes one again.
+        after: the job whose end this one waits for, "" for none (any more).
+        start_at: when this job may start, Unix seconds of the server's clock; None when it may.
     """
 
     spec: JobSpec
@@ -95,6 +98,13 @@ class JobStatus:
     paused: bool
     error: str
     blocked: str = ""
+    after: str = ""
+    start_at: float | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it waits for a time or for another job."""
+        return bool(self.after) or self.start_at is not None
 
     @property
     def job_id(self) -> str:
@@ -115,6 +125,10 @@ class JobStatus:
         """What the job waits for, such as "no worker for MODEL"; "" when it gets on."""
         if self.state is JobState.SUBMITTING or self.state.is_final:
             return ""
+        if self.after:
+            return f"the end of job {self.after}"
+        if self.start_at is not None:
+            return f"its time, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.start_at))}"
         if self.paused and self.state in (JobState.QUEUED, JobState.RUNNING):
             return "the queue is paused"
         if not self.num_workers:
@@ -140,6 +154,7 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
     """
     flat, leases, num_workers, paused, now_ms = reply
     fields: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
+    is_held = b"held" in fields and fields[b"state"] == JobState.QUEUED.value.encode()
     return JobStatus(
         spec=decode_spec(fields, job_id),
         state=JobState(fields[b"state"].decode()),
@@ -159,8 +174,10 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
         num_deaths=int(fields.get(b"deaths", 0)),
         num_workers=num_workers,
         paused=bool(paused),
-        error=fields.get(b"error", b"").decode(),
         blocked=fields.get(b"blocked", b"").decode(),
+        error=(fields.get(b"error") or fields.get(b"canceled", b"")).decode(),
+        after=fields[b"after"].decode() if is_held else "",
+        start_at=int(fields[b"start_ms"]) / 1000 if is_held and int(fields[b"start_ms"]) else None,
     )
 
 

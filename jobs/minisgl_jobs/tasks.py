@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -15,22 +16,26 @@ import redis
 import rq
 from rq.exceptions import NoSuchJobError
 from rq.job import Job, JobStatus
+from rq.registry import DeferredJobRegistry
 from rq.serializers import JSONSerializer
 
 from minisgl_batch.errors import TaskRefusedError
 from minisgl_jobs.finalise import finalise
-from minisgl_jobs.outbox import Claim, Outbox
+from minisgl_jobs.held import HeldJobs
+from minisgl_jobs.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
 FINALISE = "minisgl_jobs.tasks.run_finalise"
-ALLOWED = frozenset({FINALISE})
+START = "minisgl_jobs.tasks.run_start"
+ALLOWED = frozenset({FINALISE, START})
 
 RETRY_S = 60.0  # a job that isn't finalised by then is fired again
 SILENT_S = 120.0  # a started task without a sign of life for so long is dead
 TIMEOUT_S = 3600
 RESULT_TTL_S = 3600
 FAILURE_TTL_S = 86400
+_LIMITS = {"timeout": TIMEOUT_S, "result_ttl": RESULT_TTL_S, "failure_ttl": FAILURE_TTL_S}
 
 
 class AllowListJob(Job):  # type: ignore[misc]  # rq is untyped
@@ -92,30 +97,87 @@ def dispatch_finalise(outbox: Outbox, tasks: TaskQueue) -> int:
     """Enqueue a finalise task for each due job of the outbox; tells how many. Any worker group may, at any time."""
     num_enqueued = 0
     while (claim := outbox.claim(RETRY_S)) is not None:
-        task_id = f"finalise-{claim.job_id}-{claim.epoch}"
+        task_id = finalise_id(claim.job_id, claim.epoch)
         if not _is_under_way(tasks, task_id):
-            _enqueue(tasks, task_id, outbox.queue, claim)
+            args = (outbox.queue, claim.job_id, claim.epoch)
+            tasks.enqueue_call(FINALISE, args, job_id=task_id, description=f"finalise {claim.job_id}", **_LIMITS)
             num_enqueued += 1
     return num_enqueued
 
 
+def hold(tasks: TaskQueue, queue: str, job_id: str, *, after: str = "", start_at: float | None = None) -> None:
+    """Make the task that will start a held job: a deferred one of RQ, or with a time alone a scheduled one."""
+    if after:
+        description = f"start {job_id} after {after}"
+        options = {"status": JobStatus.DEFERRED, **_LIMITS}
+        task = tasks.create_job(START, (queue, job_id), job_id=start_id(job_id), description=description, **options)
+        task.save()
+        tasks.connection.sadd(tasks.redis_queues_keys, tasks.key)  # what lists RQ's queues finds it
+        DeferredJobRegistry(queue=tasks).add(task, ttl=-1)
+    elif start_at is not None:
+        at = datetime.fromtimestamp(start_at, timezone.utc)
+        options = {"job_id": start_id(job_id), "description": f"start {job_id}", "job_timeout": TIMEOUT_S}
+        tasks.enqueue_at(at, START, queue, job_id, result_ttl=RESULT_TTL_S, failure_ttl=FAILURE_TTL_S, **options)
+
+
+def dispatch_starts(held: HeldJobs, tasks: TaskQueue) -> int:
+    """Enqueue a start task for each held job that is due for a look; tells how many. As `dispatch_finalise`."""
+    num_enqueued = 0
+    while (job_id := held.claim()) is not None:
+        num_enqueued += enqueue_start(tasks, held.queue, job_id)
+    return num_enqueued
+
+
+def enqueue_start(tasks: TaskQueue, queue: str, job_id: str) -> bool:
+    """Enqueue the task that starts a held job, in place of a deferred or scheduled one; False if it is under way."""
+    task_id = start_id(job_id)
+    if _is_under_way(tasks, task_id):
+        return False
+    forget_start(tasks.connection, job_id)
+    tasks.enqueue_call(START, (queue, job_id), job_id=task_id, description=f"start {job_id}", **_LIMITS)
+    return True
+
+
+def start_id(job_id: str) -> str:
+    """The id of the RQ task that starts a held job."""
+    return f"start-{job_id}"
+
+
+def finalise_id(job_id: str, epoch: int) -> str:
+    """The id of the RQ task that finalises an epoch of a job."""
+    return f"finalise-{job_id}-{epoch}"
+
+
+def forget_start(client: redis.Redis, job_id: str) -> None:
+    """Delete the task that would start a held job, wherever it waits; there may be none."""
+    _forget(client, start_id(job_id))
+
+
+def forget_tasks(client: redis.Redis, job_id: str, epoch: int) -> None:
+    """Delete all tasks of a job that has ended, with their results."""
+    for task_id in (start_id(job_id), *(finalise_id(job_id, number) for number in range(epoch + 1))):
+        _forget(client, task_id)
+
+
+def _forget(client: redis.Redis, task_id: str) -> None:
+    with suppress(NoSuchJobError):
+        AllowListJob.fetch(task_id, connection=client).delete()
+
+
 def run_finalise(queue: str, job_id: str, epoch: int) -> str | None:
     """The RQ task: finalise a job on the connection of the task's worker; answers its last state."""
-    task = rq.get_current_job()
-    state = finalise(Outbox(task.connection, queue), job_id, epoch)
+    client = rq.get_current_job().connection
+    state = finalise(Outbox(client, queue), job_id, epoch)
+    forget_start(client, job_id)  # of a job that was canceled while it was held
+    for of_queue, follower in HeldJobs(client, queue).followers(job_id):
+        enqueue_start(task_queue(client, of_queue), of_queue, follower)
     return state.value if state else None
 
 
-def _enqueue(tasks: TaskQueue, task_id: str, queue: str, claim: Claim) -> None:
-    tasks.enqueue_call(
-        FINALISE,
-        args=(queue, claim.job_id, claim.epoch),
-        job_id=task_id,
-        description=f"finalise {claim.job_id}",
-        timeout=TIMEOUT_S,
-        result_ttl=RESULT_TTL_S,
-        failure_ttl=FAILURE_TTL_S,
-    )
+def run_start(queue: str, job_id: str) -> str:
+    """The RQ task: start a held job if what it waits for has come; answers what became of it."""
+    is_held = HeldJobs(rq.get_current_job().connection, queue).start(job_id)
+    return "held" if is_held else "done"
 
 
 def _is_under_way(tasks: TaskQueue, task_id: str) -> bool:

@@ -1,7 +1,8 @@
 """What clients do for jobs of a model that no worker serves (any more), so that none waits for its end for ever.
 
 A canceled job, and one whose last worker died before it was finalised, need no engine: whoever sees the output folder
-can bring them to their last state. Called by clients that cancel a job or wait for one.
+can bring them to their last state. So can one whose predecessor won't come. Called by clients that cancel a job or wait
+for one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import redis
 from minisgl_batch.errors import JobStateError, OutputError
 from minisgl_jobs.dataset import output_owner, read_manifest
 from minisgl_jobs.finalise import finalise
+from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import JobState
 from minisgl_jobs.outbox import FinalisingJob, Outbox
@@ -20,6 +22,7 @@ from minisgl_jobs.parts import output_place, pending_name, scan_parts
 from minisgl_jobs.places import Place
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.status import JobStatus
+from minisgl_jobs.tasks import forget_start
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +33,12 @@ def end_unserved(client: redis.Redis, status: JobStatus) -> None:
     Raises:
         RedisUnavailableError: Redis is away.
     """
-    if status.num_workers or status.state not in (JobState.CANCELING, JobState.FINALISING):
+    if status.num_workers or not (status.is_held or status.state in (JobState.CANCELING, JobState.FINALISING)):
         return
-    queue = JobQueue(client)
+    queue, held = JobQueue(client), HeldJobs(client, queue_name(status.spec.model))
+    if status.is_held:
+        held.start(status.job_id)
+        status = queue.status(status.job_id)
     if status.state is JobState.CANCELING:
         try:
             queue.cancel(status.job_id)  # ends the leases of workers that are gone
@@ -40,7 +46,10 @@ def end_unserved(client: redis.Redis, status: JobStatus) -> None:
             return  # it has ended meanwhile
         status = queue.status(status.job_id)
     if status.state is JobState.FINALISING:
-        _finalise(Outbox(client, queue_name(status.spec.model)), status)
+        _finalise(Outbox(client, held.queue), status)
+        forget_start(client, status.job_id)
+        for queue_of, follower in held.followers(status.job_id):
+            HeldJobs(client, queue_of).start(follower)
 
 
 def _finalise(outbox: Outbox, status: JobStatus) -> None:

@@ -5,10 +5,11 @@ Text of users and models is never printed raw to a terminal, and tables never cu
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -62,6 +63,11 @@ def talk_of_warnings() -> None:
     root = logging.getLogger()
     if not any(isinstance(handler, _TalkHandler) for handler in root.handlers):
         root.addHandler(_TalkHandler(logging.WARNING))
+
+
+def print_json(record: Any) -> None:
+    """A line of JSON on standard output, for scripts."""
+    click.echo(json.dumps(record))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
-from minisgl_batch.cli.console import duration, print_table, talk
+from minisgl_batch.cli.console import duration, print_json, print_table, talk
 from minisgl_batch.cli.options import json_option, redis_option
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import status_record
@@ -22,7 +20,7 @@ def jobs(model: str | None, limit: int, redis_url: str | None, as_json: bool) ->
     with open_client(redis_url) as client:
         found = client.jobs(model=model, limit=limit)
     if as_json:
-        click.echo(json.dumps([status_record(job) for job in found]))
+        print_json([status_record(job) for job in found])
         return
     if not found:
         talk("no jobs (finished ones expire after a week)")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any, TypeVar, get_args
 
 import click
 
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig
+from minisgl_batch.errors import MiniSGLError
 from minisgl_batch.sampling_params import SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -31,6 +34,18 @@ def _all(*options: Callable[[Function], Function]) -> Callable[[Function], Funct
     return decorate
 
 
+def job_shell_complete(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """Ids of jobs for the shell's completion; none where no Redis answers at once, since nothing may be said there."""
+    from minisgl_batch.client import Client
+
+    url = ctx.params.get("redis_url") or os.environ.get("MINISGL_REDIS")
+    if not url:
+        return []
+    with suppress(MiniSGLError), Client(url) as client:
+        return [job.job_id for job in client.jobs(limit=1000) if job.job_id.startswith(incomplete)]
+    return []
+
+
 redis_option = click.option(
     "--redis",
     "redis_url",
@@ -39,7 +54,7 @@ redis_option = click.option(
     help="redis://, rediss://, unix:// or redis+sentinel:// URL.  [env: MINISGL_REDIS; default: a server of its own]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-job_argument = click.argument("job_id", metavar="JOB")
+job_argument = click.argument("job_id", metavar="JOB", shell_complete=job_shell_complete)
 model_option = click.option(
     "--model",
     metavar="MODEL",
@@ -74,6 +89,8 @@ engine_options = _all(
     _engine_option(
         "--share-prefixes/--no-share-prefixes", "Attend to a common prefix once for all its rows.", default=True
     ),
+    _engine_option("--tp", "Ranks that share the model, each with a device of its own.", default=1, **_COUNT),
+    _engine_option("--check-ranks", "Compare what the ranks run every N steps.", default=0, hidden=True, **_NUMBER),
     _engine_option("--dummy-weights", "Random weights, for benchmarks.", is_flag=True),
     _engine_option("--device", "Where to compute.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
     _engine_option("--served-model-name", "What jobs call the model.", metavar="NAME"),

@@ -51,6 +51,8 @@ def status_record(found: JobStatus) -> dict[str, Any]:
         "started_at": found.started_at,
         "finished_at": found.finished_at,
         "waiting": found.waiting or None,
+        "after": found.after or None,
+        "start_at": found.start_at,
         "error": found.error or None,
     }
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from datetime import datetime
 from typing import Any
 
 import click
 
-from minisgl_batch.cli.console import count, show_faults, talk
+from minisgl_batch.cli.console import count, print_json, show_faults, talk
 from minisgl_batch.cli.dry_run import dry_run
 from minisgl_batch.cli.options import (
     input_options,
+    job_shell_complete,
     json_option,
     model_option,
     prepare_options,
@@ -20,6 +21,7 @@ from minisgl_batch.cli.options import (
 from minisgl_batch.cli.progress import follow
 from minisgl_batch.cli.report import exit_code, report
 from minisgl_batch.cli.service import open_client
+from minisgl_batch.cli.times import parse_moment
 from minisgl_batch.client import JobHandle
 from minisgl_jobs.model import Priority
 from minisgl_jobs.status import JobStatus
@@ -39,6 +41,8 @@ from minisgl_jobs.submission import Submission, prepare
     show_default=True,
     help="Which jobs are served first.",
 )
+@click.option("--after", metavar="JOB", shell_complete=job_shell_complete, help="Start when this job has ended well.")
+@click.option("--at", "start_at", type=parse_moment, metavar="TIME", help="Start then: 2026-12-01T08:00, 08:00 or +2h.")
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Queue nothing: count rows and tokens, and estimate.")
 @click.option("--wait", is_flag=True, help="Show progress until the job has ended.")
 @json_option
@@ -49,6 +53,8 @@ def submit(
     source: str,
     redis_url: str | None,
     priority: str,
+    after: str | None,
+    start_at: datetime | None,
     is_dry_run: bool,
     wait: bool,
     as_json: bool,
@@ -59,22 +65,30 @@ def submit(
     FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines, or a table
     (CSV, Parquet, Arrow), plain, gzip or zstd. It may be a path, a URL such as s3://bucket/rows.parquet, a folder of
     files, or "-" for standard input. Prints the job's id. Nothing is queued when any row can't be used.
+
+    With --after, the job starts when the other one has ended finished or partial; when that fails, is canceled or is
+    gone, this one is canceled, and its status says why.
     """
+    if after is not None and not is_dry_run:
+        with open_client(redis_url) as client:
+            client.check_predecessor(after)  # before a long input is read
     with prepare(source, priority=priority, **prepare_options(options)) as submission:
         tell_of_input(submission)
         if is_dry_run:
             dry_run(submission, redis_url, as_json=as_json)
             return
         with open_client(redis_url) as client:
-            job = client.submit_prepared(submission)
+            job = client.submit_prepared(submission, after=after, start_at=start_at)
             status = job.status()
             spec = status.spec
             if as_json:
                 record = {"job_id": job.id, "model": spec.model, "num_rows": spec.num_rows, "output": spec.output}
-                click.echo(json.dumps({**record, "waiting": status.waiting or None}))
+                print_json({**record, "waiting": status.waiting or None})
             else:
                 click.echo(job.id)
             talk(f"{count(spec.num_rows, 'row')} queued for {spec.model}, to be written to {spec.output}")
+            if status.is_held:
+                talk(f"it waits for {status.waiting}")
             client.warn_if_unserved(spec.model)
             if not wait:
                 talk(f"watch it: minisgl-batch tail {job.id}")

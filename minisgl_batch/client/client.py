@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from itertools import islice
 from types import TracebackType
 from typing import Any, Literal
@@ -24,13 +26,16 @@ from minisgl_batch.errors import (
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
 from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output
-from minisgl_jobs.model import MAX_CHUNK_ROWS, Priority
+from minisgl_jobs.held import HeldJobs
+from minisgl_jobs.keys import queue_name
+from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, Priority
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.places import Place
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
 from minisgl_jobs.submission import Source, Submission, Transport, prepare
+from minisgl_jobs.tasks import forget_start, hold, task_queue
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +83,8 @@ class Client:
         overwrite: bool = False,
         job_id: str | None = None,
         transport: Transport = "auto",
+        after: str | None = None,
+        start_at: datetime | None = None,
         **fields: Any,
     ) -> JobHandle:
         """Read an input, check all of it, and queue it as one job. Nothing is queued when anything is wrong.
@@ -98,15 +105,21 @@ class Client:
                 the same `seed`) under the same name again changes nothing.
             transport: "value" sends the rows through Redis, "reference" lets workers read them where they are; by
                 default rows of up to 64 MiB, compressed, are sent.
+            after: start when this job has ended finished or partial. When it fails or is canceled, so is the new one.
+            start_at: don't start before this time (without a zone: local time).
             **fields: sampling fields one by one, such as `max_tokens=16`, over `params`.
 
         Raises:
             InvalidInputError: the input can't be read or has faults, which it lists, or holds no rows.
             OutputError: the output folder holds a dataset, or can't be written.
             UsageError: an argument has a value that can't be used; names it.
-            JobStateError: another job has this id, or writes to the folder that is to be overwritten.
+            JobNotFoundError: there is no job `after` (any more).
+            JobStateError: another job has this id, or writes to the folder that is to be overwritten, or the job
+                `after` has failed or was canceled.
             RedisUnavailableError: Redis stayed away. RedisFullError: Redis has no room for the job.
         """
+        if after is not None:
+            self.check_predecessor(after)
         read = ReadOptions(
             system=system,
             template=template,
@@ -131,13 +144,17 @@ class Client:
             job_id=job_id,
             transport=transport,
         ) as submission:
-            job = self.submit_prepared(submission)
+            job = self.submit_prepared(submission, after=after, start_at=start_at)
         self.warn_if_unserved(model)
         return job
 
-    def submit_prepared(self, submission: Submission) -> JobHandle:
+    def submit_prepared(
+        self, submission: Submission, *, after: str | None = None, start_at: datetime | None = None
+    ) -> JobHandle:
         """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis."""
         spec, folder = submission.spec, output_place(submission.spec.output)
+        if after is not None:
+            self.check_predecessor(after)
         if submission.overwrite:
             self._refuse_running_output(folder, spec.job_id)
         if self._queue.create(spec):
@@ -148,13 +165,34 @@ class Client:
                 if submission.overwrite:
                     clear_dataset(folder)
                 claim_output(folder, spec.job_id)
-                self._queue.seal(spec)
+                self._seal(spec, after or "", start_at.timestamp() if start_at is not None else 0.0)
             except BaseException:
                 with suppress(QueueError):  # what can't be dropped now expires
                     self._queue.drop(spec)
                 release_output(folder, spec.job_id)
                 raise
         return JobHandle(self._redis, self._queue, spec.job_id)
+
+    def check_predecessor(self, after: str) -> None:
+        """Make sure that a new job may follow this one.
+
+        Raises:
+            JobNotFoundError: there is no such job (any more).
+            JobStateError: it has failed or was canceled.
+        """
+        state = self._queue.status(after).state
+        if state.is_final and not state.is_complete:
+            raise JobStateError(f"job {after} is {state.value}: nothing can follow it")
+
+    def _seal(self, spec: JobSpec, after: str, start_at: float) -> None:
+        """Let the job run, or hold it and see to it that it is started."""
+        self._queue.seal(spec, after=after, start_at=start_at)
+        if not self._queue.status(spec.job_id).is_held:
+            return
+        held = HeldJobs(self._redis, queue_name(spec.model))
+        hold(task_queue(self._redis, held.queue), held.queue, spec.job_id, after=after, start_at=start_at)
+        if after and not held.start(spec.job_id):  # it has ended in this moment
+            forget_start(self._redis, spec.job_id)
 
     def _refuse_running_output(self, folder: Place, job_id: str) -> None:
         """Raise JobStateError if another job is about to write to a folder that is to be overwritten."""
@@ -172,6 +210,32 @@ class Client:
         if model not in served:
             others = f"; workers serve {', '.join(served)}" if served else ""
             logger.warning("no worker serves %s now: its jobs wait until one does%s", model, others)
+
+    def pause(self, model: str) -> bool:
+        """Hand out nothing more of a model's jobs until `resume`; rows that run go on.
+
+        Returns:
+            Whether any job or worker of this model was ever seen: False may be a mistyped name.
+        """
+        return self._queue.pause(model)
+
+    def resume(self, model: str) -> bool:
+        """End a pause; tells whether there was one."""
+        return self._queue.resume(model)
+
+    def purge(self, *, model: str | None = None, older_than_s: float = 0.0) -> list[str]:
+        """Forget all jobs that have ended, of one model or of all; their datasets stay. Answers their ids.
+
+        Args:
+            older_than_s: only those that ended so long ago.
+        """
+        purged = []
+        for status in self._queue.jobs(model=model, limit=sys.maxsize):
+            if status.state.is_final and status.now - (status.finished_at or 0.0) >= older_than_s:
+                with suppress(JobNotFoundError, JobStateError):  # it has expired, or is retried
+                    self.job(status.job_id).purge()
+                    purged.append(status.job_id)
+        return purged
 
     def job(self, job_id: str) -> JobHandle:
         """A job that was submitted before.

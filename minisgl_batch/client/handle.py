@@ -9,16 +9,19 @@ import pyarrow as pa
 import redis
 
 from minisgl_batch.client.progress import Progress, measure
-from minisgl_batch.errors import JobStateError, JobTimeoutError, RedisUnavailableError, UsageError
-from minisgl_jobs.dataset import reopen_dataset
+from minisgl_batch.errors import JobStateError, JobTimeoutError, OutputError, RedisUnavailableError, UsageError
+from minisgl_jobs.dataset import remove_dataset, reopen_dataset
+from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.job_results import JobResults
 from minisgl_jobs.kept import kept_schema
+from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import JobSpec, JobState, RowResult
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.reader import OUTAGE_S, Event, TokenReader
 from minisgl_jobs.results import result_schema, table_to_results
 from minisgl_jobs.status import JobStatus
+from minisgl_jobs.tasks import forget_tasks
 from minisgl_jobs.unserved import end_unserved
 
 POLL_S = 0.1
@@ -114,6 +117,30 @@ class JobHandle:
         if folder.is_dir():
             reopen_dataset(folder, self.id)
         self._queue.retry(self.id)
+
+    def purge(self, *, output: bool = False) -> None:
+        """Forget a job that has ended, before its keys in Redis expire by themselves.
+
+        Args:
+            output: remove its dataset, too; other files in the folder stay.
+
+        Raises:
+            JobStateError: it hasn't ended.
+            OutputError: the dataset isn't here or can't be removed, or the folder holds another one by now; nothing is
+                forgotten.
+        """
+        status = self.status()
+        if not status.state.is_final:
+            raise JobStateError(f"job {self.id} is {status.state.value}: cancel it before it is purged")
+        folder = output_place(status.spec.output)
+        if output and not folder.is_dir():
+            raise OutputError(f"{folder} isn't on this machine (any more): purge job {self.id} without its output")
+        if output:
+            remove_dataset(folder, self.id)
+        for queue, follower in HeldJobs(self._redis, queue_name(status.spec.model)).followers(self.id):
+            HeldJobs(self._redis, queue).start(follower)  # while it can be seen how this one has ended
+        self._queue.purge(self.id)
+        forget_tasks(self._redis, self.id, status.epoch)
 
     def stream(self, rows: Collection[int] | None = None) -> Iterator[Event]:
         """Every token once, whenever the caller comes: RowStarted, RowText and RowFinished as they happen.

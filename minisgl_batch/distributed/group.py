@@ -12,13 +12,22 @@ import torch
 
 
 class Communicator(Protocol):
-    """Collectives over the ranks of one group; each is called by all ranks in the same order."""
+    """Collectives over the ranks of one group; each is called by all ranks in the same order.
+
+    They take tensors on the group's devices and on hosts.
+
+    Raises:
+        RankLostError: another rank is gone.
+    """
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of `x` over the ranks, in place where possible; same shape on every rank."""
+        """The sum of `x` over the ranks, in place where possible; same shape on every rank, equal bits on all."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x` (equal shapes), stacked: (size, *x.shape)."""
+
+    def abort(self) -> None:
+        """Let collectives that wait for a rank that is gone end, with any result; called from another thread."""
 
     def close(self) -> None:
         """Free what the collectives hold; none is called afterwards."""
@@ -32,11 +41,13 @@ class TPGroup:
         rank: this process's number in [0, size).
         size: how many ranks share the model.
         comm: the collectives; None only in a group of one.
+        num_local: how many of the ranks are on this host, and share its memory.
     """
 
     rank: int = 0
     size: int = 1
     comm: Communicator | None = field(default=None, repr=False)
+    num_local: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -44,11 +55,25 @@ class TPGroup:
         if self.size > 1 and self.comm is None:
             raise ValueError("a group of several ranks needs a communicator")
 
+    @property
+    def local_rank(self) -> int:
+        """The rank among those of its host, which is also its GPU's number."""
+        return self.rank % self.num_local
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.comm is None else self.comm.all_reduce(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0) if self.comm is None else self.comm.all_gather(x)
+
+    def gather_numbers(self, *numbers: int) -> list[list[int]]:
+        """Each rank's numbers, by rank, through the hosts."""
+        gathered: list[list[int]] = self.all_gather(torch.tensor(numbers, dtype=torch.int64)).tolist()
+        return gathered
+
+    def abort(self) -> None:
+        if self.comm is not None:
+            self.comm.abort()
 
     def close(self) -> None:
         if self.comm is not None:

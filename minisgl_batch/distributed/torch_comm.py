@@ -1,56 +1,97 @@
-"""Collectives over a torch.distributed process group: gloo between CPUs, NCCL between GPUs.
+"""Collectives over torch.distributed: gloo between hosts' tensors, NCCL between GPUs'.
 
-Called by each rank's main program, which makes the group first and closes it last. Knows nothing of models.
+The process groups are made directly, not as torch's global default group, so that a process may have several groups
+and a program that uses torch.distributed itself isn't disturbed. Knows nothing of models.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from minisgl_batch.distributed.group import SINGLE, TPGroup
+from minisgl_batch.distributed.place import RankPlace
+from minisgl_batch.distributed.rendezvous import own_address
+from minisgl_batch.errors import RankLostError
 
 
 class TorchCommunicator:
-    """A Communicator over a process group that it owns."""
+    """A Communicator over process groups of its own; the one of NCCL is made when a GPU's tensor first comes."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, place: RankPlace, store: Store) -> None:
+        self._place = place
+        self._store = store
+        self._gloo: Any = self._make_gloo()
+        self._nccl: Any = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of `x` over the ranks, in place."""
-        dist.all_reduce(x, group=self._group)
+        with _lost_ranks():
+            self._group(x).allreduce([x]).wait()
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x`, stacked: (size, *x.shape)."""
-        gathered = x.new_empty((self._group.size(), *x.shape))
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=self._group)
+        gathered = x.new_empty((self._place.size, *x.shape))
+        with _lost_ranks():
+            self._group(x)._allgather_base(gathered.view(-1), x.contiguous().view(-1)).wait()
         return gathered
 
+    def abort(self) -> None:
+        if self._nccl is not None:
+            self._nccl.abort()  # gloo sees by itself that a peer is gone
+
     def close(self) -> None:
-        """Free the group's connections; CUDA graphs that use them must be gone by then."""
-        dist.destroy_process_group(self._group)
+        """Free the groups' connections; CUDA graphs that use them must be gone by then."""
+        if self._nccl is not None:
+            self._nccl.shutdown()
+        self._gloo = self._nccl = None
+
+    def _group(self, x: torch.Tensor) -> Any:
+        if x.device.type == "cpu":
+            return self._gloo
+        if self._nccl is None:
+            self._nccl = self._make_nccl()
+        return self._nccl
+
+    def _make_gloo(self) -> Any:
+        # By address: what the host calls itself may lead nowhere.
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(self._place))]
+        options._timeout = timedelta(seconds=self._place.timeout_s)
+        place = self._place
+        return dist.ProcessGroupGloo(PrefixStore("gloo", self._store), place.rank, place.size, options)
+
+    def _make_nccl(self) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self._place.timeout_s)
+        place = self._place
+        return dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), place.rank, place.size, options)
 
 
-def init_tp_group(rank: int, size: int, init_method: str, device: torch.device) -> TPGroup:
-    """Join a process's tensor-parallel group; returns when all ranks have joined. Close it with `TPGroup.close`.
+def join_group(place: RankPlace, store: Store) -> TPGroup:
+    """Join a tensor-parallel group; returns when all ranks have joined. Close it with `TPGroup.close`.
 
-    Args:
-        rank: this process's number in [0, size).
-        size: how many processes join; for one, nothing is set up.
-        init_method: where they meet, a torch.distributed URL such as "tcp://127.0.0.1:29500" or "file:///path".
-        device: what the tensors are on; "cuda:1" gets NCCL, "cpu" gets gloo.
+    Raises:
+        RankLostError: not all ranks came.
     """
-    if size == 1:
+    if place.size == 1:
         return SINGLE
-    is_cuda = device.type == "cuda"
-    dist.init_process_group(
-        backend="nccl" if is_cuda else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=size,
-        device_id=device if is_cuda else None,
-    )
-    assert dist.group.WORLD is not None
-    return TPGroup(rank, size, TorchCommunicator(dist.group.WORLD))
+    with _lost_ranks():
+        comm = TorchCommunicator(place, store)
+    return TPGroup(place.rank, place.size, comm, place.num_local)
+
+
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo's and NCCL's alike
+        what = str(error).partition(". ")[0]  # what follows is advice for programmers
+        raise RankLostError(f"another rank is gone or doesn't answer: {what}") from error

@@ -23,7 +23,7 @@ from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.engine import memory
 from minisgl_batch.engine.graph import GraphParts, GraphRunner
 from minisgl_batch.engine.options import resolve
-from minisgl_batch.engine.sampler import sample
+from minisgl_batch.engine.sampler import sample_together
 from minisgl_batch.engine.tables import DeviceTables
 from minisgl_batch.engine.transfer import CudaTransfer, HostTokens, HostTransfer, Transfer
 from minisgl_batch.errors import InvalidParameterError
@@ -56,7 +56,8 @@ class Engine:
         started = time.perf_counter()
         path = model_path(config.model)
         self._model_config = model_config = load_model_config(path)
-        self.options = options = resolve(config, model_config)
+        self.options = options = resolve(config, model_config, tp.local_rank)
+        self._tp = tp
         self._device = device = options.device
         self._heads = AttnHeads(
             num_heads=model_config.num_heads // tp.size,
@@ -66,13 +67,13 @@ class Engine:
         )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with self._on_stream():
-            budget = memory.available_bytes(device, config.memory_ratio)
+            budget = self._budget(config)
             self._model = make_model(model_config, tp, options.dtype, device)
             if config.dummy_weights:
                 init_dummy_weights(self._model, seed=0)
             else:
                 load_weights(self._model, path)
-            self.num_pages = config.num_pages or self._affordable_pages(budget)
+            self.num_pages = config.num_pages or min(self._of_all_ranks(self._affordable_pages(budget)))
             self.max_seq_len = min(options.max_seq_len, self.num_pages * options.page_size)
             if config.max_seq_len is not None and self.max_seq_len < config.max_seq_len:
                 raise InvalidParameterError(
@@ -91,6 +92,7 @@ class Engine:
             self._graphs = self._capture_graphs()
             if device.type == "cuda":
                 self._warm_up()
+            self._of_all_ranks(0)  # ready is who is ready with all others
         logger.info(
             "%s ready in %.1f s: KV cache of %d tokens in %d pages",
             config.model,
@@ -123,6 +125,7 @@ class Engine:
             "device": torch.cuda.get_device_name(options.device) if options.device.type == "cuda" else "cpu",
             "attention_backend": options.attention_backend,
             "page_size": options.page_size,
+            "tp": self._tp.size,
         }
 
     # ------------------------------------------------------------------ steps
@@ -136,7 +139,7 @@ class Engine:
         (rows,) = self._transfer.upload([batch.samples.nonzero()[0].astype("int32")])
         slots, kv_lens = forward.slots[rows], forward.kv_lens[rows]
         sampling = self._tables.sampling_rows(slots, kv_lens)
-        tokens = sample(logits, sampling, any_filter=batch.any_filter, vocab_start=self._model.vocab_range.start)
+        tokens = sample_together(logits, sampling, self._model, self._tp, any_filter=batch.any_filter)
         self._tables.put_tokens(slots, kv_lens, tokens)
         return tokens
 
@@ -150,6 +153,20 @@ class Engine:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     # --------------------------------------------------------------- building
+
+    def _budget(self, config: EngineConfig) -> int:
+        """Bytes for this rank's weights and KV pool; measured on all ranks before any of them allocates."""
+        available = memory.available_bytes(self._device, config.memory_ratio)
+        if self._device.type == "cpu":
+            available //= self._tp.num_local  # they share the host's memory
+        of_ranks = self._of_all_ranks(available)
+        if config.num_pages is None:
+            memory.check_balance(of_ranks)
+        return available
+
+    def _of_all_ranks(self, number: int) -> list[int]:
+        """A number of each rank; returns when all have given theirs."""
+        return [numbers[0] for numbers in self._tp.gather_numbers(number)]
 
     def _affordable_pages(self, budget: int) -> int:
         """Pages of the KV pool that memory allows, once the weights are there."""
@@ -221,7 +238,7 @@ class Engine:
         max_rows = min(self.options.cuda_graph_max_bs, self.options.max_running)
         if not isinstance(self._attention, GraphBackend) or self._buffers is None or max_rows < 1:
             return None
-        parts = GraphParts(self._model, self._pool, self._attention, self._buffers, self._tables)
+        parts = GraphParts(self._model, self._tp, self._pool, self._attention, self._buffers, self._tables)
         runner = GraphRunner(parts, max_rows, self._model.vocab_shard, self.options.dtype)
         runner.capture()
         return runner

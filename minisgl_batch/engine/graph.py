@@ -20,7 +20,8 @@ import torch
 from minisgl_batch.attention.base import ForwardContext, GraphBackend
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
 from minisgl_batch.batch import NO_EDITS, ForwardBatch, ScheduledBatch
-from minisgl_batch.engine.sampler import sample
+from minisgl_batch.distributed.group import TPGroup
+from minisgl_batch.engine.sampler import sample_together
 from minisgl_batch.engine.tables import DeviceTables
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
 from minisgl_batch.models.base import CausalLM
@@ -39,6 +40,7 @@ class GraphParts:
     """What the captured steps are made of."""
 
     model: CausalLM
+    tp: TPGroup
     pool: MHAKVCache
     attention: GraphBackend
     buffers: DecodeBuffers
@@ -122,13 +124,12 @@ class GraphRunner:
         return run
 
     def _sampling(self, size: int, any_filter: bool) -> Callable[[], None]:
-        tables = self._parts.tables
+        model, tp, tables = self._parts.model, self._parts.tp, self._parts.tables
         slots, kv_lens = self._parts.buffers.slots[:size], self._parts.buffers.kv_lens[:size]
         rows = tables.sampling_rows(slots, kv_lens)
-        vocab_start = self._parts.model.vocab_range.start
 
         def run() -> None:
-            tokens = sample(self._logits[:size], rows, any_filter=any_filter, vocab_start=vocab_start)
+            tokens = sample_together(self._logits[:size], rows, model, tp, any_filter=any_filter)
             self._tokens[:size].copy_(tokens)
             tables.put_tokens(slots, kv_lens, tokens)
 

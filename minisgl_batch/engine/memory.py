@@ -13,6 +13,7 @@ from minisgl_batch.models.config import ModelConfig
 
 CPU_MEMORY_RATIO = 0.4  # other programs live on a CPU's memory too
 GPU_MEMORY_RATIO = 0.9
+MIN_BALANCE = 0.8  # of the least to the most memory in a group
 GPU_WORKSPACE_BYTES = 3 << 30  # of attention and matrix libraries, and what CUDA graphs and the allocator keep
 
 
@@ -33,6 +34,23 @@ def step_bytes(model: ModelConfig, options: EngineOptions) -> int:
     activations = (per_token * options.max_prefill_tokens + 2 * logits) * options.dtype.itemsize
     # Sampling with filters works on float32 logits.
     return activations + 4 * logits + GPU_WORKSPACE_BYTES
+
+
+def check_balance(available: list[int]) -> None:
+    """Refuse a group whose ranks have very different memory: all would get the pool of the poorest.
+
+    Args:
+        available: bytes for weights and KV pool, by rank.
+
+    Raises:
+        ModelError: names the ranks.
+    """
+    least, most = min(available), max(available)
+    if least < MIN_BALANCE * most:
+        raise ModelError(
+            f"rank {available.index(least)} has {least / 2**30:.1f} GiB for weights and KV cache, and rank "
+            f"{available.index(most)} has {most / 2**30:.1f} GiB: free memory there, or set --num-pages"
+        )
 
 
 def num_pages(budget_bytes: int, page_bytes: int, page_size: int, useful_tokens: int) -> int:

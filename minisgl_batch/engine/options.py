@@ -32,13 +32,16 @@ class EngineOptions:
     share_prefixes: bool
 
 
-def resolve(config: EngineConfig, model: ModelConfig) -> EngineOptions:
+def resolve(config: EngineConfig, model: ModelConfig, local_rank: int = 0) -> EngineOptions:
     """See the module's docstring.
+
+    Args:
+        local_rank: which of the host's devices.
 
     Raises:
         InvalidParameterError: an option doesn't fit the model or the machine; names it.
     """
-    device = _device(config.device)
+    device = pick_device(config.device, local_rank)
     on_gpu = device.type == "cuda"
     max_seq_len = config.max_seq_len or model.context_len
     if max_seq_len > model.context_len:
@@ -63,12 +66,22 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineOptions:
     )
 
 
-def _device(name: str) -> torch.device:
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """The device of a rank.
+
+    Raises:
+        InvalidParameterError: the host has none for it.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
         raise InvalidParameterError("device", "cuda was asked for, but torch sees no CUDA GPU here")
-    return torch.device(name)
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus:
+        raise InvalidParameterError("tp", f"{local_rank + 1} ranks on this host need a GPU each, and it has {num_gpus}")
+    return torch.device("cuda", local_rank)
 
 
 def _dtype(asked: str, checkpoint: str, device: torch.device) -> torch.dtype:

@@ -9,9 +9,23 @@ from __future__ import annotations
 import torch
 
 from minisgl_batch.distributed.group import SINGLE, TPGroup
+from minisgl_batch.models.base import CausalLM
 from minisgl_kernels.gumbel import SamplingRows
 from minisgl_kernels.sample_filtered import sample_filtered
 from minisgl_kernels.sample_gumbel import sample_gumbel
+
+
+def sample_together(
+    logits: torch.Tensor, rows: SamplingRows, model: CausalLM, tp: TPGroup, *, any_filter: bool
+) -> torch.Tensor:
+    """`sample` from the logits of all ranks' parts of the vocabulary; called by all ranks together.
+
+    Args:
+        logits: (num_rows, shard): what `model.logits` gave.
+    """
+    if any_filter:
+        return sample(model.gather_logits(logits), rows, any_filter=True)
+    return sample(logits, rows, any_filter=False, vocab_start=model.vocab_range.start, tp=tp)
 
 
 def sample(

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from minisgl_batch.config import CacheKind, EngineConfig
+from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.engine.engine import Engine
 from minisgl_batch.kvcache.base import PrefixCache
 from minisgl_batch.kvcache.naive import NaiveCache
 from minisgl_batch.kvcache.radix import RadixCache
 from minisgl_batch.messages import Ready
+from minisgl_batch.scheduler.checks import CheckedRunner
 from minisgl_batch.scheduler.scheduler import Scheduler, SchedulerConfig
 from minisgl_batch.scheduler.source import MessageSource
 
 
-def make_scheduler(config: EngineConfig, source: MessageSource) -> Scheduler:
+def make_scheduler(config: EngineConfig, source: MessageSource, tp: TPGroup = SINGLE) -> Scheduler:
     """Load the model and return the scheduler that serves it; its first message is `Ready`.
 
+    Args:
+        config: the options, the same on all ranks.
+        source: where messages come from, the same on all ranks.
+        tp: the ranks, each of which calls this.
+
     Raises:
-        ModelError, InvalidParameterError: as Engine does.
+        ModelError, InvalidParameterError, RankLostError: as Engine does.
     """
-    engine = Engine(config)
+    engine = Engine(config, tp)
     options = engine.options
-    scheduler = Scheduler(scheduler_config(engine), engine, prefix_cache(config.cache, options.page_size), source)
+    runner = CheckedRunner(engine, tp, config.check_ranks) if config.check_ranks else engine
+    scheduler = Scheduler(scheduler_config(engine), runner, prefix_cache(config.cache, options.page_size), source)
     source.send(
         Ready(
             max_seq_len=engine.max_seq_len,

@@ -26,6 +26,7 @@ from minisgl_batch.messages import (
     NOT_FINISHED,
     AbortRequests,
     AddRequests,
+    DropCache,
     EngineStats,
     NewRequest,
     RequestsRefused,
@@ -159,6 +160,9 @@ class Scheduler:
             case AbortRequests():
                 for uid in message.uids:
                     self._abort(uid)
+            case DropCache():
+                if not self._reqs and self._in_flight is None:
+                    self.cache.reset()
             case Shutdown():
                 self._stopped = True
 

@@ -32,7 +32,7 @@ def vary(bench: Bench, engine: Engine, variant: str) -> None:
     cache = prefix_cache("naive" if variant == "no prefix cache" else "radix", config.page_size)
     one_by_one = variant == "rows start one by one"
     prefill.MIN_STARTS, prefill.STARTS_SHARE = (1, 1 << 30) if one_by_one else (8, 16)
-    bench.use(Scheduler(replace(config, **changes), engine, cache, bench.source))
+    bench.engine.use(Scheduler(replace(config, **changes), engine, cache, bench.engine.source))
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     given = parser.parse_args()
     bench = Bench(EngineConfig(model=given.model, dummy_weights=True, max_running=256))
-    engine = bench.scheduler._engine
+    engine = bench.engine.scheduler._engine
     assert isinstance(engine, Engine)
     for _ in range(given.repeat):
         for variant in given.variants:

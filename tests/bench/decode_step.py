@@ -35,7 +35,7 @@ def start(bench: Bench, num_rows: int, context: int, first_uid: int) -> list[int
         )
         for uid in uids
     ]
-    bench.source.inbox.append(AddRequests(requests))
+    bench.engine.source.inbox.append(AddRequests(requests))
     while bench.stats().num_running < num_rows or bench.stats().num_waiting:
         bench.tick()
     for _ in range(20):
@@ -97,7 +97,7 @@ def main() -> None:
         print(json.dumps(line | {"floor_ms": round(floor, 3), "of_floor": round(took / floor, 2)}), flush=True)
         if num_rows == BATCHES[-1] and not given.no_table:
             kernel_table(bench)
-        bench.source.inbox.append(AbortRequests(uids))
+        bench.engine.source.inbox.append(AbortRequests(uids))
         while bench.stats().num_running:
             bench.tick()
 

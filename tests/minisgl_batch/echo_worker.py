@@ -12,6 +12,7 @@ import redis
 
 from minisgl_jobs.chunks import chunk_sha256, decode_chunk
 from minisgl_jobs.finalise import finalise
+from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.leases import ChunkQueue, Lease, Renewal
 from minisgl_jobs.model import Row, RowError, RowResult
 from minisgl_jobs.outbox import Outbox
@@ -45,6 +46,8 @@ class EchoWorker(threading.Thread):
             self.go_on.set()
         self._queue = ChunkQueue(client, MODEL, worker_id, lease_s=5.0)
         self._outbox = Outbox(client, self._queue.keys.queue)
+        self._held = HeldJobs(client, self._queue.keys.queue)
+        self._client = client
         self._publisher = TokenPublisher(client, MODEL)
         self._info = WorkerInfo(
             worker_id,
@@ -67,6 +70,10 @@ class EchoWorker(threading.Thread):
                 self._serve(lease)
             while (claim := self._outbox.claim(60)) is not None:
                 finalise(self._outbox, claim.job_id, claim.epoch)
+                for queue, follower in self._held.followers(claim.job_id):
+                    HeldJobs(self._client, queue).start(follower)
+            while (held := self._held.claim()) is not None:
+                self._held.start(held)
             if lease is None:
                 self._queue.wait_for_work(0.02)
 

@@ -127,7 +127,7 @@ def test_one_job_at_a_time_writes_to_a_folder(
 def test_a_submission_that_fails_leaves_nothing(
     client: redis.Redis, submit: Callable[..., JobHandle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise RedisFullError("full")
 
     monkeypatch.setattr(JobQueue, "seal", refuse)

@@ -182,8 +182,8 @@ class Children:
                 failures.append(ChildFailed(f"{child.plan.name} hangs: nothing for {self.hang_s:.0f} s", False, 1, now))
 
     def _fail(self, failures: list[ChildFailed]) -> None:
-        """The first failure is the cause, the others follow from it."""
-        first, *others = sorted(failures, key=lambda failure: failure.at_s)
+        """The first failure is the cause, the others follow from it; so does a rank's that lost another one."""
+        first, *others = sorted(failures, key=lambda failure: (failure.is_echo, failure.at_s))
         for other in others:
             logger.error("after that: %s", other.message)
         self.failure = first

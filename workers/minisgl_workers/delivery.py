@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from minisgl_batch.errors import OutputError, RedisFullError, RedisUnavailableError
+from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.leases import ChunkQueue, Commit, Lease, Renewal
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.parts import commit_part, output_place
@@ -21,7 +22,7 @@ from minisgl_jobs.places import Place
 from minisgl_jobs.scripts import redis_errors
 from minisgl_jobs.spool import encode_result
 from minisgl_jobs.status import WorkerInfo
-from minisgl_jobs.tasks import TaskQueue, dispatch_finalise
+from minisgl_jobs.tasks import TaskQueue, dispatch_finalise, dispatch_starts
 from minisgl_workers.lease_keeper import LeaseKeeper
 from minisgl_workers.loading import ChunkLoader
 from minisgl_workers.part_writer import PartWriter, discard
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 CANCEL_S = 0.02  # between looks for jobs that were canceled
 SPOOL_S = 0.1  # a crash costs the rows that finished since
 HEARTBEAT_S = 3.0
-FINALISE_S = 5.0  # between looks for jobs whose finalise somebody else should have fired
+TASKS_S = 1.0  # between looks for jobs that are to be started, or whose finalise somebody else should have fired
 AWAY_S = 0.5  # between tries while Redis is away
 FULL_S = 2.0  # between tries while Redis is full
 IDLE_S = 0.5
@@ -69,6 +70,7 @@ class Delivery:
         self._keeper = keeper
         self._outbox = outbox
         self._tasks = tasks
+        self._held = HeldJobs(tasks.connection, outbox.queue)
         self._low_water = low_water
         self._loader = loader or ChunkLoader()
         self._writer = PartWriter()
@@ -78,7 +80,7 @@ class Delivery:
         self.works: list[ChunkWork] = []
         self.stopped: list[ChunkWork] = []
         self.spooled: list[tuple[ChunkWork, tuple[int, int]]] = []
-        self._due = dict.fromkeys(("redis", "cancel", "spool", "heartbeat", "finalise"), 0.0)
+        self._due = dict.fromkeys(("redis", "cancel", "spool", "heartbeat", "tasks"), 0.0)
         self._is_away = False
         self._is_full = False
         self._take_token = secrets.token_hex(16)
@@ -94,7 +96,7 @@ class Delivery:
             self._commit,
             partial(self._heartbeat, info),
         ]
-        duties += [self._fire_finalise, self._begin_loaded, *([self._take] if take else [])]
+        duties += [self._fire_tasks, self._begin_loaded, *([self._take] if take else [])]
         try:
             for duty in duties:
                 self._do(duty)
@@ -167,7 +169,7 @@ class Delivery:
             if work is None and self._loader.forget(lease):
                 self._keeper.remove(lease)
                 self._queue.handback([lease])  # a lost one is passed over
-                self._due["finalise"] = 0.0
+                self._due["tasks"] = 0.0
             if work is None or work.is_stopped:
                 continue
             if renewal is Renewal.LOST:
@@ -200,7 +202,7 @@ class Delivery:
             return  # there will be room
         self._queue.handback([work.lease])
         self._drop(work)
-        self._due["finalise"] = 0.0  # this may have been what the job waited for
+        self._due["tasks"] = 0.0  # this may have been what the job waited for
 
     def _spool(self) -> None:
         if not self._is_due("spool"):
@@ -254,7 +256,7 @@ class Delivery:
             return
         self._let_go(work)
         self.spooled.extend((work, key) for key in work.unspooled)
-        self._due["finalise"] = 0.0
+        self._due["tasks"] = 0.0
         try:
             commit_part(output_place(lease.spec.output), lease.chunk, lease.epoch, lease.token)
         except OutputError as error:
@@ -267,11 +269,12 @@ class Delivery:
             self._queue.heartbeat(info)
             self._postpone("heartbeat", HEARTBEAT_S)
 
-    def _fire_finalise(self) -> None:
-        if self._is_due("finalise"):
-            self._postpone("finalise", FINALISE_S)
+    def _fire_tasks(self) -> None:
+        if self._is_due("tasks"):
+            self._postpone("tasks", TASKS_S)
             with redis_errors():
                 dispatch_finalise(self._outbox, self._tasks)
+                dispatch_starts(self._held, self._tasks)
 
     def _take(self) -> None:
         # A call that got no answer is repeated with its token, or its chunk would wait for the lease to run out.

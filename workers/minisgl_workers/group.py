@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_batch.child_process import ChildPlan
+from minisgl_batch.config import EngineConfig
+from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_this_host
 from minisgl_batch.hub import model_path
 from minisgl_jobs.connection import connect
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
@@ -25,13 +27,23 @@ def group_children(options: WorkerOptions, directory: Path) -> list[ChildPlan]:
     """The processes of a group, the frontend first; their sockets are in `directory`."""
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     sockets = str(directory)
-    env = {name: value for name, value in _RANK_ENV.items() if name not in os.environ}
     tasks = TaskRunnerConfig(options.redis_url, options.model, worker_id)
     return [
         ChildPlan("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
-        ChildPlan("rank 0", "minisgl_workers.rank", RankConfig(options.engine, sockets), env),
+        *_ranks(options.engine, directory),
         ChildPlan("tasks", "minisgl_workers.task_runner", tasks, is_spare=True),
     ]
+
+
+def _ranks(engine: EngineConfig, directory: Path) -> list[ChildPlan]:
+    env = {name: value for name, value in _RANK_ENV.items() if name not in os.environ}
+    places = places_on_this_host(engine.tp, directory)
+    first = RankConfig(engine, places[0] if engine.tp > 1 else None, str(directory))
+    followers = [
+        ChildPlan(f"rank {place.rank}", FOLLOWER, FollowerConfig(engine, place, in_worker=True), env)
+        for place in places[1:]
+    ]
+    return [ChildPlan("rank 0", "minisgl_workers.rank", first, env), *followers]
 
 
 def run_worker(

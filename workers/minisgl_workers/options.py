@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from minisgl_batch.config import EngineConfig
+from minisgl_batch.distributed.place import RankPlace
 from minisgl_jobs.leases import LEASE_S
 
 DRAIN_S = 20.0
@@ -52,14 +53,16 @@ class FrontendConfig(msgspec.Struct, frozen=True):
 
 
 class RankConfig(msgspec.Struct, frozen=True):
-    """What the supervisor tells a rank.
+    """What the supervisor tells rank 0.
 
     Attributes:
         engine: the engine's options.
+        place: of the rank among several; None for one.
         socket_directory: where the group's sockets are.
     """
 
     engine: EngineConfig
+    place: RankPlace | None
     socket_directory: str
 
 

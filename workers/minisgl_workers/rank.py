@@ -1,4 +1,4 @@
-"""A rank process: the scheduler and the engine of one device, until told to stop."""
+"""The process of rank 0: the scheduler and the engine that a frontend talks to, until told to stop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from minisgl_batch.child_process import StatusPipe, run_child
-from minisgl_batch.scheduler.factory import make_scheduler
+from minisgl_batch.scheduler.rank import Links, Rank, join
 from minisgl_workers.links import EngineSide
 from minisgl_workers.options import RankConfig
 
@@ -17,10 +17,11 @@ def main(config: RankConfig, status: StatusPipe) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = EngineSide(Path(config.socket_directory))
     try:
-        scheduler = make_scheduler(config.engine, link)
+        rank = Rank(config.engine, link, Links() if config.place is None else join(config.place))
         status.ready()
         status.start_beats(lambda: link.progress)
-        scheduler.run()
+        rank.scheduler.run()
+        rank.close()
     finally:
         link.close()
 

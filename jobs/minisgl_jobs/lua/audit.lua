@@ -31,6 +31,10 @@ local function restore_chunks(job, next_)
 end
 
 local function restore_turn(job)
+  if redis.call('HEXISTS', job_key(job), 'held') == 1 then
+    num_found = num_found + redis.call('ZADD', key.held, 'NX', now_ms, job)
+    return
+  end
   local fields = redis.call('HMGET', job_key(job), 'priority', 'next', 'num_chunks')
   local next_, num_chunks = tonumber(fields[2]), tonumber(fields[3])
   local num_live, num_todo = redis.call('HLEN', job_key(job, 'live')), redis.call('LLEN', job_key(job, 'todo'))

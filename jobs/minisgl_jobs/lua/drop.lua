@@ -15,6 +15,6 @@ elseif state ~= 'submitting' then
   return 'sealed'
 end
 
-redis.call('UNLINK', job_key(job, 'in'), job_key(job))
+redis.call('UNLINK', job_key(job, 'in'), job_key(job, 'followers'), job_key(job))
 redis.call('ZREM', key.jobs, job)
 return 'ok'

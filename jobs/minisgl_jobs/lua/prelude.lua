@@ -35,6 +35,7 @@ end
 
 local function leave_ring(job)
   redis.call('ZREM', ring_key(redis.call('HGET', job_key(job), 'priority')), job)
+  redis.call('ZREM', key.held, job)
 end
 
 local is_final = {finished = true, partial = true, failed = true, canceled = true}
@@ -50,7 +51,7 @@ end
 
 -- The list of jobs lives as long as its longest-lived job; while any job is under way it has no end.
 local function expire_jobs_if_idle(ttl_ms)
-  local under_way = redis.call('ZCARD', key.lease) + redis.call('ZCARD', key.fin)
+  local under_way = redis.call('ZCARD', key.lease) + redis.call('ZCARD', key.fin) + redis.call('ZCARD', key.held)
   for _, priority in ipairs({'high', 'normal', 'low'}) do
     under_way = under_way + redis.call('ZCARD', ring_key(priority))
   end

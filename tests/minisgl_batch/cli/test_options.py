@@ -27,6 +27,8 @@ VALUES: dict[str, Any] = {
     "cuda_graph_max_bs": 32,
     "cache": "naive",
     "device": "cpu",
+    "tp": 4,
+    "check_ranks": 3,
 }
 
 

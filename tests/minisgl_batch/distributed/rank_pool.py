@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from minisgl_batch.distributed.torch_comm import init_tp_group
+from minisgl_batch.distributed.place import RankPlace
+from minisgl_batch.distributed.rendezvous import open_store
+from minisgl_batch.distributed.torch_comm import join_group
 
 DEADLINE_S = 120
 
@@ -22,13 +24,14 @@ class RankPool:
 
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        init_method = f"file://{Path(self._folder.name) / 'meet'}"
+        meet = f"file://{Path(self._folder.name) / 'meet'}"
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, init_method), daemon=True)
+            place = RankPlace(rank=rank, size=size, meet=meet, num_local=size)
+            process = context.Process(target=_serve, args=(theirs, place), daemon=True)
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -55,9 +58,9 @@ class RankPool:
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, size: int, init_method: str) -> None:
+def _serve(pipe: Connection, place: RankPlace) -> None:
     torch.set_num_threads(1)
-    tp = init_tp_group(rank, size, init_method, torch.device("cpu"))
+    tp = join_group(place, open_store(place))
     while (call := pipe.recv()) is not None:
         function, args = call
         try:

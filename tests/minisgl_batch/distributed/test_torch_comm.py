@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from minisgl_batch.distributed.group import SINGLE, TPGroup
-from minisgl_batch.distributed.torch_comm import init_tp_group
+from minisgl_batch.distributed.place import RankPlace
+from minisgl_batch.distributed.torch_comm import join_group
 from tests.minisgl_batch.distributed.rank_pool import RankPool
 
 
@@ -52,7 +54,7 @@ def test_a_rank_that_fails_is_named(rank_pool: Callable[[int], RankPool]) -> Non
 
 
 def test_a_group_of_one_needs_no_processes() -> None:
-    tp = init_tp_group(0, 1, "tcp://nobody:1", torch.device("cpu"))
+    tp = join_group(RankPlace(rank=0, size=1, meet="", num_local=1), HashStore())
     assert tp is SINGLE
     x = torch.randn(3)
     assert torch.equal(tp.all_reduce(x), x)

@@ -10,6 +10,7 @@ import torch
 
 from minisgl_batch.batch import ScheduledBatch
 from minisgl_batch.config import EngineConfig
+from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.engine.engine import Engine
 from minisgl_batch.engine.transfer import HostTokens
 from minisgl_batch.messages import FINISH_REASONS, AbortRequests, AddRequests, NewRequest, Ready, StepOutput
@@ -21,10 +22,10 @@ from minisgl_batch.scheduler.source import LocalSource
 class Served:
     """See the module's docstring; requests are numbered from 0 in the order they are given."""
 
-    def __init__(self, model: Path, **options: Any) -> None:
+    def __init__(self, model: Path, tp: TPGroup = SINGLE, **options: Any) -> None:
         self._source = LocalSource()
         config = EngineConfig(model=str(model), **({"num_pages": 512, "dtype": "float32"} | options))
-        self.scheduler = make_scheduler(config, self._source)
+        self.scheduler = make_scheduler(config, self._source, tp)
         ready = self._source.outbox.popleft()
         assert isinstance(ready, Ready)
         self._loop = self.scheduler.loop()

@@ -90,6 +90,9 @@ class Shards:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
+    def abort(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -1,0 +1,67 @@
+"""Where a rank stands in its group and how the ranks find each other. Knows nothing of torch.
+
+Made by whoever starts the ranks (`scheduler.followers`, the supervisor of a worker group) and sent to each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from minisgl_batch.config import EngineConfig
+
+COLLECTIVE_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """One rank's place.
+
+    Attributes:
+        rank: in [0, size).
+        size: how many ranks share the model.
+        meet: where the ranks find each other: "file:///..." (a file that doesn't exist yet, in a private folder, for
+            ranks on one host) or "tcp://HOST:PORT" (rank 0 listens there).
+        num_local: how many of the ranks are on each host.
+        timeout_s: longest that one collective waits for the other ranks. Ranks that have nothing to do wait without
+            limit, and not in collectives.
+    """
+
+    rank: int
+    size: int
+    meet: str
+    num_local: int
+    timeout_s: float = COLLECTIVE_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is not in [0, {self.size})")
+
+
+def places_on_this_host(size: int, folder: Path) -> list[RankPlace]:
+    """The places of a group whose ranks meet in a private folder."""
+    meet = f"file://{folder / 'meet'}"
+    return [
+        RankPlace(rank=rank, size=size, meet=meet, num_local=size, timeout_s=COLLECTIVE_TIMEOUT_S)
+        for rank in range(size)
+    ]
+
+
+FOLLOWER = "minisgl_batch.scheduler.follower"
+"""The module of a follower's process."""
+
+
+class FollowerConfig(msgspec.Struct, frozen=True):
+    """What a follower is told.
+
+    Attributes:
+        engine: the engine's options, the same on all ranks.
+        place: where it stands.
+        in_worker: it is a worker group's process, whose supervisor wants signs of life.
+    """
+
+    engine: EngineConfig
+    place: RankPlace
+    in_worker: bool = False

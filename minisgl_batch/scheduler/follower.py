@@ -1,0 +1,34 @@
+"""A follower's process: a rank that runs what rank 0 runs, until rank 0 is told to stop.
+
+Started by the in-process `LLM` and by the supervisor of a worker group.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from minisgl_batch.child_process import StatusPipe, die_with_parent, run_child, setup_logging
+from minisgl_batch.distributed.place import FollowerConfig
+from minisgl_batch.scheduler.rank import Rank, join
+
+
+def main(config: FollowerConfig, status: StatusPipe) -> None:
+    setup_logging(f"rank {config.place.rank}")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when it is over
+    if config.in_worker:
+        die_with_parent()
+    links = join(config.place)
+    rank = Rank(config.engine, None, links)
+    status.ready()
+    if config.in_worker:
+        status.start_beats(lambda: links.progress)
+    rank.scheduler.run()
+    rank.close()
+
+
+def _leave(_config: FollowerConfig) -> None:
+    """The lifeline's end. Not by `die_with_parent` in every case: a program may make its LLM in a thread that ends."""
+
+
+if __name__ == "__main__":
+    run_child("rank", FollowerConfig, main, on_orphaned=_leave)

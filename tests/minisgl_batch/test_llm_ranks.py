@@ -1,0 +1,143 @@
+"""The in-process LLM with several ranks: the same answers as with one, and no end that leaves anything hanging."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from minisgl_batch import LLM, SamplingParams
+from minisgl_batch.distributed import place
+from minisgl_batch.distributed.place import RankPlace, places_on_this_host
+from minisgl_batch.distributed.rendezvous import open_store
+from minisgl_batch.distributed.ticks import TickReceiver, TickSender
+from minisgl_batch.errors import InvalidParameterError, ModelError, RankLostError, WorkerError
+from minisgl_batch.scheduler import followers
+from tests.jobs.helpers import wait_for
+from tests.minisgl_batch.test_llm import MESSAGES, example_messages
+from tests.processes import environment
+
+ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
+DEATH_S = 20.0  # "within seconds", on a machine that does much else
+
+
+@pytest.fixture(scope="module")
+def single() -> LLM:
+    return LLM("demo", dtype="float32", seed=0)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[LLM]:
+    with LLM("demo", dtype="float32", seed=0, tp=2, check_ranks=5) as llm:
+        yield llm
+
+
+def child_pids(llm: LLM) -> list[int]:
+    assert llm._engine._followers is not None
+    return [child.pid for child in llm._engine._followers._children]
+
+
+def test_answers_are_those_of_one_rank(single: LLM, pair: LLM) -> None:
+    prompts = example_messages(30)
+    for params in (None, SamplingParams(n=2, temperature=1.0, seed=5), SamplingParams(temperature=1.0, top_p=0.9)):
+        answers, want = (llm.chat(prompts, params, progress=False) for llm in (pair, single))
+        assert [output.outputs for output in answers] == [output.outputs for output in want]
+
+
+def test_leaving_a_stream_ends_its_requests_on_all_ranks(pair: LLM) -> None:
+    for _ in pair.stream([MESSAGES] * 3, ENDLESS):
+        break
+    assert pair.stats().num_running == 0
+    assert pair.chat(MESSAGES, progress=False)[0].outputs[0].text == "42"
+
+
+def test_idle_ranks_wait_longer_than_any_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "COLLECTIVE_TIMEOUT_S", 2.0)
+    with LLM("demo", dtype="float32", tp=2) as llm:
+        assert llm.chat(MESSAGES, progress=False)[0].outputs[0].text == "42"
+        time.sleep(10)  # what is tested
+        assert llm.chat(MESSAGES, progress=False)[0].outputs[0].text == "42"
+
+
+def test_the_channel_of_ticks_has_no_limits(tmp_path: Path) -> None:
+    here, there = places_on_this_host(2, tmp_path)
+    store = open_store(RankPlace(rank=0, size=1, meet=here.meet, num_local=1))
+    receiver = TickReceiver(there, store)
+    sender = TickSender(here, store)
+    for socket in (receiver._inbox, *sender._followers):
+        options = (zmq.SNDHWM, zmq.RCVHWM, zmq.RCVTIMEO, zmq.SNDTIMEO)
+        assert [socket.getsockopt(option) for option in options] == [0, 0, -1, -1]
+    for number in range(5000):  # more than any default high-water mark
+        sender.send(str(number).encode())
+    assert [receiver.receive() for _ in range(5000)] == [str(number).encode() for number in range(5000)]
+    sender._next += 1
+    sender.send(b"")
+    with pytest.raises(RankLostError, match="tick 5001 came in place of tick 5000"):
+        receiver.receive()
+    sender.close()
+    receiver.close()
+
+
+def test_a_follower_that_dies_is_named_and_the_others_end() -> None:
+    with LLM("demo", dtype="float32", tp=4) as llm:
+        pids = child_pids(llm)
+        stream = llm.stream([MESSAGES] * 4, ENDLESS)
+        next(stream)
+        os.kill(pids[1], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match="rank 2 was killed by SIGKILL"):
+            list(stream)
+        assert time.monotonic() - started < DEATH_S
+        with pytest.raises(WorkerError, match=r"make a new one: .*rank 2 was killed"):
+            llm.generate("more", progress=False)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_follower_that_dies_while_idle_is_named() -> None:
+    with LLM("demo", dtype="float32", tp=2) as llm:
+        os.kill(child_pids(llm)[0], signal.SIGKILL)
+        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+            llm.generate(MESSAGES, ENDLESS, progress=False)
+
+
+def test_a_follower_that_can_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "FOLLOWER", "no.such.module")
+    with pytest.raises(WorkerError, match="rank 1 ended with exit code 1"):
+        LLM("demo", tp=2)
+
+
+def test_followers_die_with_their_parent() -> None:
+    program = (
+        "from minisgl_batch import LLM; llm = LLM('demo', tp=2)\n"
+        "print(*[child.pid for child in llm._engine._followers._children], flush=True)\n"
+        "llm.generate('a', __import__('minisgl_batch').SamplingParams(max_tokens=2000, ignore_eos=True))\n"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()) as parent:
+        assert parent.stdout is not None
+        (pid,) = map(int, parent.stdout.readline().split())
+        assert psutil.pid_exists(pid)
+        parent.kill()
+        wait_for("the follower's end", lambda: not psutil.pid_exists(pid), DEATH_S)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "demo", "tp": 3}, InvalidParameterError, "tp: 3 ranks .* valid sizes: 1, 2, 4, 8"),
+        ({"model": "demo", "tp": 0}, InvalidParameterError, "tp: must be at least 1"),
+        ({"model": "demo", "tp": 2, "num_pages": 2, "max_seq_len": 64}, InvalidParameterError, "don't fit"),
+        ({"model": "/no/such/folder", "tp": 2}, ModelError, "/no/such/folder"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LLM(**options)  # type: ignore[arg-type]
