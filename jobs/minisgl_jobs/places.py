@@ -142,6 +142,9 @@ class RemotePath:
         with self._errors():
             self._store.makedirs(self._path, exist_ok=True)
 
+    def rmdir(self) -> None:
+        """Nothing to do: an object store has no empty folders."""
+
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Every failure as an OSError; each store has exceptions of its own."""
