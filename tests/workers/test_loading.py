@@ -146,7 +146,7 @@ def test_a_worker_that_cannot_read_the_input_leaves_the_job_to_others(
         job = submit(redis_server, source, tmp_path / "out")
         source.unlink()
         takes: list[str] = []
-        keep, start = client, worker.delivery._loader.start
+        start = worker.delivery._loader.start
         monkeypatch.setattr(
             worker.delivery._loader,
             "start",
