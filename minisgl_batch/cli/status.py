@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +14,7 @@ from minisgl_batch.cli.service import open_client
 from minisgl_batch.client import Progress
 from minisgl_jobs.dataset import Manifest, read_manifest
 from minisgl_jobs.model import JobState
+from minisgl_jobs.parts import output_place
 from minisgl_jobs.status import JobStatus
 
 
@@ -26,7 +26,7 @@ def status(job_id: str, redis_url: str | None, as_json: bool) -> None:
     """Show how far a job is."""
     with open_client(redis_url) as client:
         progress = client.job(job_id).progress()
-    manifest = read_manifest(Path(progress.status.spec.output)) if progress.state.is_final else None
+    manifest = read_manifest(output_place(progress.status.spec.output)) if progress.state.is_final else None
     if as_json:
         click.echo(json.dumps(progress_record(progress, manifest)))
     else:
