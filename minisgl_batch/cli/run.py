@@ -63,7 +63,7 @@ def run(ctx: click.Context, /, source: str, redis_url: str | None, verbose: bool
             status = job.status()
             report(job, status, submission.examples)
     if is_interrupted:
-        talk("to run all rows, start again with --overwrite or another --output")
+        talk("start it again to go on with the other rows")
     click.echo(status.spec.output)
     ctx.exit(INTERRUPTED if is_interrupted else exit_code(status.state))
 
