@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from minisgl_batch.words import one_line
 from minisgl_jobs.model import JobSpec, JobState, check_schema_version
 
 spec_encoder = msgspec.msgpack.Encoder()
@@ -129,7 +130,7 @@ class JobStatus:
             return f"its time, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.start_at))}"
         if self.paused and self.state in (JobState.QUEUED, JobState.RUNNING):
             return "the queue is paused"
-        return "" if self.num_workers else f"no worker for {self.spec.model}"
+        return "" if self.num_workers else f"no worker for {one_line(self.spec.model)}"
 
 
 def decode_spec(fields: dict[bytes, bytes], job_id: str) -> JobSpec:

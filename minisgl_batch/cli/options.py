@@ -45,6 +45,18 @@ def job_shell_complete(ctx: click.Context, _param: click.Parameter, incomplete: 
     return []
 
 
+def number_between(low: float, high: float) -> Callable[[str], float]:
+    """A number as an option's type; unlike click's own it refuses NaN."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:
+            raise click.BadParameter(f"{text} is not between {low:g} and {high:g}")
+        return value
+
+    return number
+
+
 redis_option = click.option(
     "--redis",
     "redis_url",
