@@ -44,6 +44,7 @@ class Fault:
         field: the name or path of the field at fault, such as "body.messages[2].role"; "" is the line as a whole.
         problem: what is wrong; follows the field's name in a sentence.
         hint: what to do.
+        place: how to name the line where its number alone doesn't say it, such as "part-1.csv:7" or "row 7".
     """
 
     file: str
@@ -51,6 +52,7 @@ class Fault:
     field: str
     problem: str
     hint: str
+    place: str = ""
 
 
 class InvalidInputError(UsageError):
@@ -64,6 +66,10 @@ class InvalidInputError(UsageError):
         super().__init__(message)
         self.faults = tuple(faults)
         self.num_faults = num_faults
+
+
+class InputUnreachableError(InvalidInputError):
+    """Raised when this machine can't open or read an input, or may not; another worker may."""
 
 
 class ModelError(MiniSGLError):
@@ -123,6 +129,10 @@ class TaskRefusedError(QueueError):
 
 class OutputError(MiniSGLError):
     """Raised when a dataset's folder can't be written or read: a full disk, no permission, a missing part."""
+
+
+class OutputNotAllowedError(OutputError):
+    """Raised when a worker may not write where a job wants its dataset; another worker may."""
 
 
 class WorkerError(MiniSGLError):

@@ -28,9 +28,10 @@ class FieldError(Exception):
         self.problem = problem
         self.hint = hint
 
-    def at(self, file: str, line: int) -> Fault:
+    def at(self, file: str, line: int, place: str = "") -> Fault:
         """The fault, fit to be printed: user data must not reach a terminal raw, nor fill it."""
-        return Fault(file, line, *(_printable(text) for text in (self.field, self.problem, self.hint)))
+        field, problem, hint = (_printable(text) for text in (self.field, self.problem, self.hint))
+        return Fault(file, line, field, problem, hint, place)
 
 
 class FaultLog:
@@ -56,7 +57,10 @@ class FaultLog:
 
 def render_faults(faults: Sequence[Fault], num_faults: int) -> str:
     """A plain-text table of `faults`, with a last line for those of `num_faults` that aren't among them."""
-    lines = [COLUMNS, *((str(fault.line), fault.field or "-", fault.problem, fault.hint) for fault in faults)]
+    lines = [
+        COLUMNS,
+        *((fault.place or str(fault.line), fault.field or "-", fault.problem, fault.hint) for fault in faults),
+    ]
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     table = [
         f"{line:>{widths[0]}}  {field:<{widths[1]}}  {problem:<{widths[2]}}  {hint}"
@@ -70,7 +74,7 @@ def render_faults(faults: Sequence[Fault], num_faults: int) -> str:
 def describe_fault(fault: Fault) -> str:
     """A fault as one sentence without the file's name, for the message of an error row."""
     field = f"{fault.field} " if fault.field else ""
-    return f"line {fault.line}: {field}{fault.problem} ({fault.hint})"
+    return f"{fault.place or f'line {fault.line}'}: {field}{fault.problem} ({fault.hint})"
 
 
 def show(value: Any) -> str:

@@ -53,7 +53,7 @@ def show_faults(faults: Sequence[Fault], num_faults: int) -> None:
     for column in table.columns[:2]:
         column.no_wrap = True
     for fault in faults:
-        table.add_row(*map(Text, (str(fault.line), fault.field or "-", fault.problem, fault.hint)))
+        table.add_row(*map(Text, (fault.place or str(fault.line), fault.field or "-", fault.problem, fault.hint)))
     stderr_console().print(table)
     if num_faults > len(faults):
         talk(f"... and {num_faults - len(faults):,} more")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from minisgl_batch.cli.submit import tell_of_input
 from minisgl_batch.cli.worker import describe_engine, require_engine, worker_options
 from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.errors import JobStateError, OutputError, WorkerError
+from minisgl_jobs.parts import output_place
 from minisgl_jobs.submission import Submission, prepare
 from minisgl_workers.options import WorkerOptions
 
@@ -50,8 +52,9 @@ def run(
 ) -> None:
     """Turn a file of prompts into a dataset, all in one.
 
-    FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines; plain, gzip
-    or zstd; "-" is standard input. Prints the folder of the Parquet dataset. Ctrl-C cancels; finished rows stay.
+    FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines, or a table
+    (CSV, Parquet, Arrow), plain, gzip or zstd. It may be a path, a URL such as s3://bucket/rows.parquet, a folder of
+    files, or "-" for standard input. Prints the folder of the Parquet dataset. Ctrl-C cancels; finished rows stay.
     """
     require_engine()
     served_name = options["served_model_name"] or options["model"]
@@ -77,7 +80,9 @@ def _run_job(
     client: Client, submission: Submission, options: WorkerOptions, *, verbose: bool
 ) -> tuple[JobHandle, bool]:
     """Run the job to its end; tells whether that was by a Ctrl-C."""
-    output = Path(submission.spec.output)
+    output = output_place(submission.spec.output)
+    if not isinstance(output, Path):  # a log isn't written to an object store line by line
+        output = Path(tempfile.gettempdir()) / f"minisgl-{submission.spec.job_id}"
     with _worker_log(output, verbose) as log:
         try:
             with LocalWorker(options, log) as worker:

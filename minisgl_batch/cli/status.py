@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +22,7 @@ from minisgl_batch.client.show import JOB_COLUMNS, WORKER_COLUMNS, Overview, job
 from minisgl_batch.words import duration, one_line
 from minisgl_jobs.dataset import Manifest, read_manifest
 from minisgl_jobs.model import JobState
+from minisgl_jobs.parts import output_place
 from minisgl_jobs.status import JobStatus, WorkerInfo
 
 
@@ -106,7 +106,7 @@ def _show_overview(look: Callable[[], Overview], interval: float | None, as_json
 
 
 def _manifest(progress: Progress) -> Manifest | None:
-    return read_manifest(Path(progress.status.spec.output)) if progress.state.is_final else None
+    return read_manifest(output_place(progress.status.spec.output)) if progress.state.is_final else None
 
 
 def worker_record(worker: WorkerInfo) -> dict[str, Any]:

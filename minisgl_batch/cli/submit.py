@@ -63,8 +63,9 @@ def submit(
 ) -> None:
     """Check a file of prompts and queue it as a job.
 
-    FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines; plain, gzip
-    or zstd; "-" is standard input. Prints the job's id. Nothing is queued when any row can't be used.
+    FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines, or a table
+    (CSV, Parquet, Arrow), plain, gzip or zstd. It may be a path, a URL such as s3://bucket/rows.parquet, a folder of
+    files, or "-" for standard input. Prints the job's id. Nothing is queued when any row can't be used.
 
     With --after, the job starts when the other one has ended finished or partial; when that fails, is canceled or is
     gone, this one is canceled, and its status says why.

@@ -129,9 +129,7 @@ def test_a_pipe_that_closes_early(client: redis.Redis, submit: Callable[..., str
 
 
 @pytest.mark.parametrize("command", ["tail", "retry --wait", "cancel --wait", "status --watch"])
-def test_an_interrupt_ends_each_wait_in_order(
-    client: redis.Redis, submit: Callable[..., str], run_cli: RunCli, command: str
-) -> None:
+def test_an_interrupt_ends_each_wait_in_order(client: redis.Redis, submit: Callable[..., str], command: str) -> None:
     job_id = submit(["a", "fail"])
     name, *options = command.split()
     if name == "retry":
@@ -190,7 +188,7 @@ def test_a_summary_of_written_results(
     }
 
 
-def test_completion_knows_commands_and_jobs(client: redis.Redis, submit: Callable[..., str]) -> None:
+def test_completion_knows_commands_and_jobs(submit: Callable[..., str]) -> None:
     job_id = submit(["a"], "--job-id", "my-job")
     words = {"minisgl-batch can": "cancel", "minisgl-batch cancel my": job_id, "minisgl-batch cancel x": ""}
     for line, expected in words.items():
