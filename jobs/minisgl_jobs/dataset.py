@@ -215,10 +215,11 @@ def read_dataset(folder: Place, columns: Sequence[str] | None = None) -> pa.Tabl
     return empty if columns is None else empty.select(list(columns))
 
 
-def check_output(folder: Place, *, overwrite: bool = False) -> None:
+def check_output(folder: Place, *, job_id: str = "", overwrite: bool = False) -> None:
     """Make sure that a new job may write here: a folder that is absent or holds no dataset. Nothing is changed.
 
-    With `overwrite`, a dataset of ours may be there, for `clear_dataset` to remove.
+    With `overwrite`, a dataset of ours may be there, for `clear_dataset` to remove. Without it, what the unfinished job
+    `job_id` has put there may: it is submitted once more by a client that doesn't know how far it came.
 
     Raises:
         OutputError: a dataset or somebody's Parquet files are there, or the folder can't be written.
@@ -227,9 +228,10 @@ def check_output(folder: Place, *, overwrite: bool = False) -> None:
     foreign = [name for name in names if name.endswith(".parquet") and not PART_PATTERN.fullmatch(name)]
     if foreign:
         raise OutputError(f"{folder} holds Parquet files that aren't ours, such as {foreign[0]}: choose another folder")
-    if not overwrite and any(_is_ours(name) for name in names):
+    owner = output_owner(folder)
+    if not overwrite and (not owner or owner != job_id) and any(_is_ours(name) for name in names):
         what = "a dataset" if MANIFEST in names else "parts of a job that isn't finished"
-        if owner := output_owner(folder):
+        if owner:
             what = f"the output of job {owner}, which hasn't ended"
         raise OutputError(f"{folder} holds {what}: choose another folder, or overwrite it with --overwrite")
     if isinstance(folder, RemotePath):

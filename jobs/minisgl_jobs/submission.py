@@ -132,7 +132,7 @@ def prepare(
     folder = output_folder(output, job_id)
     _check_arguments(source, model, chunk_rows, seed, job_id)
     level = _priority(priority)
-    check_output(folder, overwrite=overwrite)
+    check_output(folder, job_id=job_id, overwrite=overwrite)
     read = read or ReadOptions()
     if isinstance(source, str | os.PathLike):
         with open_source(source, read.columns) as records:
