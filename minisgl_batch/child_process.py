@@ -74,7 +74,11 @@ class ChildSuspects(msgspec.Struct, frozen=True, tag="suspects"):
     suspects: bool
 
 
-ChildStatus: TypeAlias = ChildReady | ChildFailed | ChildBeat | ChildSuspects
+class ChildDelivered(msgspec.Struct, frozen=True, tag="delivered"):
+    """Something came of the work since the child was ready: what kills it later doesn't always kill it at once."""
+
+
+ChildStatus: TypeAlias = ChildReady | ChildFailed | ChildBeat | ChildSuspects | ChildDelivered
 _status_decoder: msgspec.json.Decoder[ChildStatus] = msgspec.json.Decoder(ChildStatus)
 
 
@@ -207,6 +211,10 @@ class StatusPipe:
     def suspects(self, suspects: bool) -> None:
         """See ChildSuspects."""
         self._write(ChildSuspects(suspects))
+
+    def delivered(self) -> None:
+        """See ChildDelivered."""
+        self._write(ChildDelivered())
 
     def start_beats(self, progress: Callable[[], int | None]) -> None:
         """Say each second, from a thread, how far the main thread has come; see ChildBeat.

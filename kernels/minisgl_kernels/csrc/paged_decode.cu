@@ -55,30 +55,67 @@ __device__ int place(int token, int chunk) {
   return token * kHeadDim + ((chunk ^ (token % 8)) * kVector);
 }
 
-// One KV head's state over the tiles of one row.
+// What a warp needs of a row. It is loaded a row ahead: while copies fill the memory's queues, an answer takes long.
+template <typename T, int kHeadDim>
+struct Row {
+  static constexpr int kSteps = kHeadDim / 16;
+  int number, begin, end, num_tokens;  // its tiles in the list, and tokens in them
+  Pair queries[kSteps][2];             // Q' as the product's right side
+  Pair prefix[kSteps][2];              // the prefix's output where this thread will write
+  float prefix_lse;                    // of query lane / 4
+
+  __device__ void load_place(const Tensors<T>& tensors, const Shape& shape, int row) {
+    number = row;
+    if (row >= shape.num_rows) return;
+    begin = tensors.indptr[row] * shape.tiles_per_page;
+    end = tensors.indptr[row + 1] * shape.tiles_per_page;
+    num_tokens = (end - begin - shape.tiles_per_page) * kTile + tensors.last_page_lens[row];
+  }
+
+  __device__ void load_values(const Tensors<T>& tensors, const Shape& shape, int kv_head) {
+    const int lane = threadIdx.x % 32, query = lane / 4;
+    const bool exists = number < shape.num_rows && query < shape.num_queries;
+    const int64_t head = (int64_t{number} * shape.num_kv_heads + kv_head) * shape.num_queries + query;
+    const int64_t at = head * kHeadDim + lane % 4 * 2;
+    const bool has_prefix = exists && tensors.prefix_out != nullptr;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t from = at + step * 16 + half * 8;
+        queries[step][half] = exists ? *reinterpret_cast<const Pair*>(tensors.q + from) : 0;
+        prefix[step][half] = has_prefix ? *reinterpret_cast<const Pair*>(tensors.prefix_out + from) : 0;
+      }
+    }
+    const int64_t head_in_row = kv_head * shape.num_queries + query;
+    prefix_lse = has_prefix ? tensors.prefix_lse[head_in_row * shape.num_rows + number] : -INFINITY;
+  }
+};
+
+// The weight of a prefix beside other keys, both by their log-sum-exps, to base e and to base 2.
+__device__ inline float prefix_weight(float prefix_lse, float lse) {
+  // Infinite: it saw no key.
+  return fabsf(prefix_lse) < INFINITY ? 1.0f / (1.0f + exp2f(lse - prefix_lse * kLog2e)) : 0.0f;
+}
+
+// One KV head's attention over the tiles of one row.
 template <typename T, int kHeadDim>
 struct Attention {
   static constexpr int kSteps = kHeadDim / 16;
-  Pair queries[kSteps][2];  // Q' as the product's right side
-  float out[kSteps][4];     // O', 16 dimensions x 8 queries each, weighted by 2^(score - highest)
+  float out[kSteps][4];      // O', 16 dimensions x 8 queries each, weighted by 2^(score - highest)
   float highest[2], sum[2];  // of this thread's two queries; the sum is over this thread's tokens
 
-  __device__ void start(const T* q, int num_queries) {
-    const int lane = threadIdx.x % 32, query = lane / 4;
+  __device__ void start() {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const T* from = q + query * kHeadDim + step * 16 + lane % 4 * 2;
-      queries[step][0] = query < num_queries ? *reinterpret_cast<const Pair*>(from) : 0;
-      queries[step][1] = query < num_queries ? *reinterpret_cast<const Pair*>(from + 8) : 0;
+    for (int step = 0; step < kSteps; ++step)
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[step][i] = 0.0f;
-    }
     highest[0] = highest[1] = -INFINITY;
     sum[0] = sum[1] = 0.0f;
   }
 
   // Take in a tile, of which the first `num_tokens` count, at least one.
-  __device__ void add(const T* keys, T* values, int num_tokens, float score_scale) {
+  __device__ void add(const Pair (&queries)[kSteps][2], const T* keys, T* values, int num_tokens, float score_scale) {
     const int lane = threadIdx.x % 32;
     float scores[4] = {}, more[4] = {};  // two chains of products, which take turns
 #pragma unroll
@@ -149,56 +186,49 @@ struct Attention {
   }
 };
 
-// What one warp writes: a row's queries of one KV head.
+// A row that several shares hold tiles of.
+struct SplitRow {
+  int number, first_share, last_share;
+  bool starts_in_first;  // with the share's first tile
+
+  // Where a share's part lies: slot 0 for what begins with the share, slot 1 for what ends with it.
+  __device__ int slot(int share) const { return 2 * share + (share == first_share && !starts_in_first ? 1 : 0); }
+};
+
+// What the warps of one KV head write.
 template <typename T, int kHeadDim>
 struct Output {
   const Tensors<T>& tensors;
   const Shape& shape;
-  int row, kv_head;
-
-  __device__ int64_t head(int query) const {
-    return int64_t{row} * shape.num_kv_heads * shape.num_queries + kv_head * shape.num_queries + query;
-  }
-
-  // Weights of this part and of the prefix, whose sum is one; (1, 0) without a prefix.
-  __device__ float2 weights(int query, float lse) const {
-    if (tensors.prefix_out == nullptr) return make_float2(1.0f, 0.0f);
-    const int64_t head_index = kv_head * shape.num_queries + query;
-    const float prefix = tensors.prefix_lse[head_index * shape.num_rows + row] * kLog2e;
-    if (!(fabsf(prefix) < INFINITY)) return make_float2(1.0f, 0.0f);  // it saw no key
-    const float weight = 1.0f / (1.0f + exp2f(lse - prefix));
-    return make_float2(1.0f - weight, weight);
-  }
+  int kv_head;
 
   // All of the row was this warp's.
-  __device__ void write(Attention<T, kHeadDim>& attention, float2 lse) const {
+  __device__ void write(const Row<T, kHeadDim>& row, const Attention<T, kHeadDim>& attention, float2 lse) const {
     const int lane = threadIdx.x % 32, query = lane / 4;
-    // This thread will write for another query than those of its columns.
-    const int holder = query / 2;
-    const float lse_even = __shfl_sync(0xffffffffu, lse.x, holder), lse_odd = __shfl_sync(0xffffffffu, lse.y, holder);
-    const bool exists = query < shape.num_queries;
-    const float2 weight = exists ? weights(query, query % 2 ? lse_odd : lse_even) : make_float2(0.0f, 0.0f);
-    const int64_t begin = head(query) * kHeadDim + lane % 4 * 2;
+    // This thread writes for another query than those of its columns.
+    const float lse_even = __shfl_sync(0xffffffffu, lse.x, query / 2);
+    const float lse_odd = __shfl_sync(0xffffffffu, lse.y, query / 2);
+    const float weight = prefix_weight(row.prefix_lse, query % 2 ? lse_odd : lse_even);
+    const int64_t head = (int64_t{row.number} * shape.num_kv_heads + kv_head) * shape.num_queries + query;
+    T* to = tensors.out + head * kHeadDim + lane % 4 * 2;
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         Pair pair = transpose(pack<T>(attention.out[step][2 * half], attention.out[step][2 * half + 1]));
-        if (!exists) continue;
-        const int64_t at = begin + step * 16 + half * 8;
-        if (weight.y != 0.0f) {
-          const float2 own = widen(reinterpret_cast<const typename Vector<T>::Pair&>(pair));
-          const float2 prefix = widen(*reinterpret_cast<const typename Vector<T>::Pair*>(tensors.prefix_out + at));
-          pair = pack<T>(own.x * weight.x + prefix.x * weight.y, own.y * weight.x + prefix.y * weight.y);
+        if (weight != 0.0f) {
+          using Values = typename Vector<T>::Pair;
+          const float2 own = widen(reinterpret_cast<const Values&>(pair));
+          const float2 other = widen(reinterpret_cast<const Values&>(row.prefix[step][half]));
+          pair = pack<T>(own.x + (other.x - own.x) * weight, own.y + (other.y - own.y) * weight);
         }
-        *reinterpret_cast<Pair*>(tensors.out + at) = pair;
+        if (query < shape.num_queries) *reinterpret_cast<Pair*>(to + step * 16 + half * 8) = pair;
       }
     }
   }
 
-  // This warp had a part of the row; the one that comes last puts the parts together.
-  __device__ void write_part(const Attention<T, kHeadDim>& attention, float2 lse, int slot, int first_share,
-                             int last_share, bool starts_in_first) const {
+  // This warp had a part of the row.
+  __device__ void write_part(int slot, const Attention<T, kHeadDim>& attention, float2 lse) const {
     const int lane = threadIdx.x % 32;
     const int64_t part = (int64_t{slot} * shape.num_kv_heads + kv_head) * shape.num_queries;
 #pragma unroll
@@ -213,47 +243,106 @@ struct Output {
         __stcg(to + step * 16 + 8, attention.out[step][column + 2]);
       }
     }
+  }
+
+  // This warp has written its parts, one in each slot where there is one; who comes last to a row puts it together.
+  __device__ void arrive(const SplitRow (&rows)[2]) const {
+    if (rows[0].number < 0 && rows[1].number < 0) return;
+    const int lane = threadIdx.x % 32;
     __threadfence();
     __syncwarp();
     int arrived = 0;
-    int32_t* counter = tensors.arrivals + int64_t{row} * shape.num_kv_heads + kv_head;
-    if (lane == 0) arrived = atomicAdd(counter, 1);
-    arrived = __shfl_sync(0xffffffffu, arrived, 0);
-    if (arrived != last_share - first_share) return;
-    if (lane == 0) *counter = 0;
-    __threadfence();
-    for (int query = 0; query < shape.num_queries; ++query) join(query, first_share, last_share, starts_in_first);
+    int32_t* counter = nullptr;
+    const int of_lane = lane == 0 ? rows[0].number : lane == 1 ? rows[1].number : -1;
+    if (of_lane >= 0) {
+      counter = tensors.arrivals + int64_t{of_lane} * shape.num_kv_heads + kv_head;
+      arrived = atomicAdd(counter, 1);
+    }
+#pragma unroll
+    for (int slot = 0; slot < 2; ++slot) {
+      const SplitRow& row = rows[slot];
+      if (row.number < 0 || __shfl_sync(0xffffffffu, arrived, slot) != row.last_share - row.first_share) continue;
+      if (lane == slot) *counter = 0;
+      __threadfence();
+      if (shape.num_queries <= 2)
+        join<2, 8>(row);
+      else
+        join<kMaxQueries, 2>(row);
+    }
   }
 
-  // In the order of the shares, whoever does it. A share's first part lies in its slot 0, its last one in slot 1.
-  __device__ void join(int query, int first_share, int last_share, bool starts_in_first) const {
+  // In the order of the shares, whoever does it; some parts at once, since each takes a while to come.
+  template <int kQueries, int kAtOnce>
+  __device__ void join(const SplitRow& row) const {
     constexpr int kPerLane = kHeadDim / 32;
-    const int lane = threadIdx.x % 32;
-    const auto part = [&](int share) {
-      const int64_t slot = 2 * share + (share == first_share && !starts_in_first ? 1 : 0);
-      return (slot * shape.num_kv_heads + kv_head) * shape.num_queries + query;
+    struct alignas(sizeof(float) * kPerLane) Floats {
+      float x[kPerLane];
     };
-    float top = -INFINITY;
-    for (int share = first_share + lane; share <= last_share; share += 32)
-      top = fmaxf(top, __ldcg(tensors.partial_lse + part(share)));
+    struct alignas(sizeof(T) * kPerLane) Values {
+      T x[kPerLane];
+    };
+    using Load = std::conditional_t<kPerLane == 4, float4, float2>;
+    const int lane = threadIdx.x % 32, num_queries = shape.num_queries;
+    const auto part = [&](int share) { return (int64_t{row.slot(share)} * shape.num_kv_heads + kv_head) * num_queries; };
+    const int64_t head = (int64_t{row.number} * shape.num_kv_heads + kv_head) * num_queries;
+    Values prefix[kQueries];
+    float prefix_lse[kQueries], top[kQueries], total[kQueries] = {};
+    Floats sums[kQueries] = {};
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
-    float total = 0.0f, x[kPerLane] = {};
-#pragma unroll 4
-    for (int share = first_share; share <= last_share; ++share) {
-      const float weight = exp2f(__ldcg(tensors.partial_lse + part(share)) - top);
-      total += weight;
-      const float* from = tensors.partial_out + part(share) * kHeadDim + lane;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) x[i] += weight * __ldcg(from + 32 * i);
+    for (int query = 0; query < kQueries; ++query) {
+      top[query] = prefix_lse[query] = -INFINITY;
+      if (query >= num_queries || tensors.prefix_out == nullptr) continue;
+      prefix_lse[query] = tensors.prefix_lse[int64_t{kv_head * num_queries + query} * shape.num_rows + row.number];
+      prefix[query] = reinterpret_cast<const Values*>(tensors.prefix_out + (head + query) * kHeadDim)[lane];
     }
-    const float2 weight = weights(query, top + log2f(total));
-    const int64_t begin = head(query) * kHeadDim + lane;
+    for (int share = row.first_share + lane; share <= row.last_share; share += 32) {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const float own = x[i] / total;
-      const float prefix = weight.y != 0.0f ? static_cast<float>(tensors.prefix_out[begin + 32 * i]) : 0.0f;
-      tensors.out[begin + 32 * i] = static_cast<T>(own * weight.x + prefix * weight.y);
+      for (int query = 0; query < kQueries; ++query)
+        if (query < num_queries) top[query] = fmaxf(top[query], __ldcg(tensors.partial_lse + part(share) + query));
+    }
+#pragma unroll
+    for (int query = 0; query < kQueries; ++query)
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2)
+        top[query] = fmaxf(top[query], __shfl_xor_sync(0xffffffffu, top[query], offset));
+    for (int begin = row.first_share; begin <= row.last_share; begin += kAtOnce) {
+      Floats parts[kAtOnce][kQueries];
+      float lse[kAtOnce][kQueries];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int query = 0; query < kQueries; ++query) {
+          lse[i][query] = -INFINITY;
+          parts[i][query] = {};
+          if (begin + i > row.last_share || query >= num_queries) continue;
+          const int64_t at = part(begin + i) + query;
+          lse[i][query] = __ldcg(tensors.partial_lse + at);
+          const Load load = __ldcg(reinterpret_cast<const Load*>(tensors.partial_out + at * kHeadDim) + lane);
+          parts[i][query] = reinterpret_cast<const Floats&>(load);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+        for (int query = 0; query < kQueries; ++query) {
+          const float weight = query < num_queries ? exp2f(lse[i][query] - top[query]) : 0.0f;
+          total[query] += weight;
+#pragma unroll
+          for (int k = 0; k < kPerLane; ++k) sums[query].x[k] += weight * parts[i][query].x[k];
+        }
+      }
+    }
+#pragma unroll
+    for (int query = 0; query < kQueries; ++query) {
+      if (query >= num_queries) continue;
+      const float weight = prefix_weight(prefix_lse[query], top[query] + log2f(total[query]));
+      Values out;
+#pragma unroll
+      for (int k = 0; k < kPerLane; ++k) {
+        const float own = sums[query].x[k] / total[query];
+        out.x[k] = static_cast<T>(weight != 0.0f ? own + (static_cast<float>(prefix[query].x[k]) - own) * weight : own);
+      }
+      reinterpret_cast<Values*>(tensors.out + (head + query) * kHeadDim)[lane] = out;
     }
   }
 };
@@ -323,45 +412,57 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors
   constexpr int kStages = Load::kStages;
   const int warp = threadIdx.x / 32, worker = blockIdx.x * kWarps + warp;
   const int kv_head = worker % shape.num_kv_heads, share = worker / shape.num_kv_heads;
-  // The lists were made before the kernel ahead began.
+  // The lists, and all keys and values but the rows' last, were there before the kernel ahead began.
   const Shares shares(tensors.indptr[shape.num_rows] * shape.tiles_per_page, shape.max_shares);
   const bool works = share < shares.num_shares;
   const int begin = works ? shares.begin(share) : 0, end = works ? shares.begin(share + 1) : 0;
-  int row = row_holding(begin, tensors.indptr, shape);
+  Row<T, kHeadDim> row, next_row;
+  row.load_place(tensors, shape, row_holding(begin, tensors.indptr, shape));
+  next_row.load_place(tensors, shape, row.number + 1);
   T* ring = static_cast<T*>(dynamic_shared()) + warp * (kRingBytes / sizeof(T));
   Load loader(tensors, shape, kv_head, ring, begin, end);
+  const bool early = begin + kStages - 1 <= row.end - shape.tiles_per_page;
+  if (early)
+    for (int stage = 0; stage < kStages - 1; ++stage) loader.load_next(stage, stage);
   wait_for_inputs();
   if (!works) return;
-  for (int stage = 0; stage < kStages - 1; ++stage) loader.load_next(stage, stage);
+  if (!early)
+    for (int stage = 0; stage < kStages - 1; ++stage) loader.load_next(stage, stage);
+  row.load_values(tensors, shape, kv_head);
 
+  const Output<T, kHeadDim> output{tensors, shape, kv_head};
+  SplitRow split[2] = {{-1}, {-1}};
   Attention<T, kHeadDim> attention;
   int tile = begin, number = 0;
   while (tile < end) {
-    const int row_begin = tensors.indptr[row] * shape.tiles_per_page;
-    const int row_end = tensors.indptr[row + 1] * shape.tiles_per_page;
-    const int unused = shape.tiles_per_page * kTile - tensors.last_page_lens[row];
-    const int num_tokens = (row_end - row_begin) * kTile - unused;
-    const int until = row_end < end ? row_end : end;
-    const Output<T, kHeadDim> output{tensors, shape, row, kv_head};
-    attention.start(tensors.q + output.head(0) * kHeadDim, shape.num_queries);
+    next_row.load_values(tensors, shape, kv_head);
+    const int until = row.end < end ? row.end : end;
+    attention.start();
     for (; tile < until; ++tile, ++number) {
       wait_for_copies<kStages - 2>();
       __syncwarp();  // everybody's copies have come, and nobody reads the tile before any more
       loader.load_next((number + kStages - 1) % kStages, number + kStages - 1);
       T* keys = ring + number % kStages * 2 * Load::kTileSize;
-      const int rest = num_tokens - (tile - row_begin) * kTile;
-      if (rest > 0) attention.add(keys, keys + Load::kTileSize, rest < kTile ? rest : kTile, shape.score_scale);
+      const int rest = row.num_tokens - (tile - row.begin) * kTile;
+      if (rest > 0)
+        attention.add(row.queries, keys, keys + Load::kTileSize, rest < kTile ? rest : kTile, shape.score_scale);
     }
     const float2 lse = attention.finish();
-    const int first_share = shares.holding(row_begin), last_share = shares.holding(row_end - 1);
-    if (first_share == last_share) {
-      output.write(attention, lse);
+    if (begin <= row.begin && row.end <= end) {
+      output.write(row, attention, lse);
     } else {
-      const int slot = 2 * share + (begin < row_begin ? 1 : 0);
-      output.write_part(attention, lse, slot, first_share, last_share, shares.begin(first_share) == row_begin);
+      const int first_share = shares.holding(row.begin);
+      const SplitRow part{row.number, first_share, shares.holding(row.end - 1), shares.begin(first_share) == row.begin};
+      output.write_part(part.slot(share), attention, lse);
+      if (begin < row.begin)
+        split[1] = part;
+      else
+        split[0] = part;
     }
-    ++row;
+    row = next_row;
+    next_row.load_place(tensors, shape, row.number + 1);
   }
+  output.arrive(split);
 }
 
 #ifndef MINISGL_EMULATE
