@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-full lint format bench clean
+.PHONY: demo test test-full lint format chaos bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/minisgl-batch run examples/prompts.jsonl --model demo --output demo-output --overwrite
@@ -27,6 +27,9 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+chaos: $(VENV)/.dev
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.bench delivery $(ARGS)

@@ -9,6 +9,7 @@ the supervisor of a worker group and by `LLM` (parent side), and by each child's
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -27,6 +28,8 @@ from minisgl_batch.errors import MiniSGLError, RankLostError
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+DUMP_STACKS_ENV = "MINISGL_DUMP_STACKS"
+"""Set, a child whose parent is gone says where it was."""
 _STATUS_FD_ENV = "MINISGL_STATUS_FD"
 _PR_SET_PDEATHSIG = 1
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -71,7 +74,11 @@ class ChildSuspects(msgspec.Struct, frozen=True, tag="suspects"):
     suspects: bool
 
 
-ChildStatus: TypeAlias = ChildReady | ChildFailed | ChildBeat | ChildSuspects
+class ChildDelivered(msgspec.Struct, frozen=True, tag="delivered"):
+    """Something came of the work since the child was ready: what kills it later doesn't always kill it at once."""
+
+
+ChildStatus: TypeAlias = ChildReady | ChildFailed | ChildBeat | ChildSuspects | ChildDelivered
 _status_decoder: msgspec.json.Decoder[ChildStatus] = msgspec.json.Decoder(ChildStatus)
 
 
@@ -205,6 +212,10 @@ class StatusPipe:
         """See ChildSuspects."""
         self._write(ChildSuspects(suspects))
 
+    def delivered(self) -> None:
+        """See ChildDelivered."""
+        self._write(ChildDelivered())
+
     def start_beats(self, progress: Callable[[], int | None]) -> None:
         """Say each second, from a thread, how far the main thread has come; see ChildBeat.
 
@@ -278,6 +289,8 @@ def _end_with_parent(on_orphaned: Callable[[Config], None] | None, config: Confi
     # What is lost is what any crash loses; a tidy end could hang, for example in a collective without its peers.
     while os.read(sys.stdin.fileno(), 1):
         pass
+    if DUMP_STACKS_ENV in os.environ:
+        faulthandler.dump_traceback()
     try:
         if on_orphaned is not None:
             on_orphaned(config)

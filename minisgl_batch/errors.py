@@ -44,6 +44,7 @@ class Fault:
         field: the name or path of the field at fault, such as "body.messages[2].role"; "" is the line as a whole.
         problem: what is wrong; follows the field's name in a sentence.
         hint: what to do.
+        place: how to name the line where its number alone doesn't say it, such as "part-1.csv:7" or "row 7".
     """
 
     file: str
@@ -51,6 +52,7 @@ class Fault:
     field: str
     problem: str
     hint: str
+    place: str = ""
 
 
 class InvalidInputError(UsageError):
@@ -64,6 +66,10 @@ class InvalidInputError(UsageError):
         super().__init__(message)
         self.faults = tuple(faults)
         self.num_faults = num_faults
+
+
+class InputUnreachableError(InvalidInputError):
+    """Raised when this machine can't open or read an input, or may not; another worker may."""
 
 
 class ModelError(MiniSGLError):
@@ -88,17 +94,25 @@ class QueueError(MiniSGLError):
 class RedisUnavailableError(QueueError):
     """Raised when Redis can't be reached, refuses the login or is too old."""
 
+    exit_code = 4
+
 
 class RedisFullError(QueueError):
     """Raised when Redis has no room (memory or disk) for what was to be added; nothing was changed."""
+
+    exit_code = 4
 
 
 class SchemaVersionError(QueueError):
     """Raised when a job was written by a release whose records this one can't read."""
 
+    exit_code = 5
+
 
 class JobNotFoundError(QueueError):
     """Raised when no job has the given id (finished jobs expire)."""
+
+    exit_code = 3
 
 
 class JobStateError(QueueError):
@@ -115,6 +129,10 @@ class TaskRefusedError(QueueError):
 
 class OutputError(MiniSGLError):
     """Raised when a dataset's folder can't be written or read: a full disk, no permission, a missing part."""
+
+
+class OutputNotAllowedError(OutputError):
+    """Raised when a worker may not write where a job wants its dataset; another worker may."""
 
 
 class WorkerError(MiniSGLError):

@@ -91,6 +91,11 @@ class Command:
         """Send it a signal."""
         self._process.send_signal(number)
 
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        self._process.kill()
+        self._process.wait()
+
     def finish(self, code: int = 0, timeout_s: float = 60.0) -> Command:
         """Wait for its end and check its exit code."""
         found = self._process.wait(timeout_s)
@@ -105,8 +110,7 @@ class Command:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.kill()
 
 
 def _read(fd: int, said: bytearray) -> None:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
-from pathlib import Path
 
 import msgspec
 import pyarrow as pa
@@ -31,6 +30,7 @@ from minisgl_jobs.parts import (
     remove_file,
     write_file,
 )
+from minisgl_jobs.places import Place, RemotePath, create, make_folder
 from minisgl_jobs.results import result_schema
 
 MANIFEST = "_manifest.json"
@@ -142,7 +142,7 @@ def missing_chunks(spec: JobSpec, parts: Iterable[Part]) -> list[int]:
     return [chunk for chunk in range(spec.num_chunks) if chunk not in there]
 
 
-def finish_dataset(folder: Path, manifest: Manifest) -> None:
+def finish_dataset(folder: Place, manifest: Manifest) -> None:
     """Write the manifest and, if the dataset is complete, `_SUCCESS`; the job lets the folder go. May be repeated.
 
     Raises:
@@ -156,7 +156,7 @@ def finish_dataset(folder: Path, manifest: Manifest) -> None:
     release_output(folder, manifest.job_id)
 
 
-def reopen_dataset(folder: Path, job_id: str) -> None:
+def reopen_dataset(folder: Place, job_id: str) -> None:
     """Make a folder a job's output again and take `_SUCCESS` away, before its error rows are tried again.
 
     Raises:
@@ -170,7 +170,7 @@ def reopen_dataset(folder: Path, job_id: str) -> None:
     remove_file(folder / SUCCESS)
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: Place) -> Manifest | None:
     """The manifest, None while the job runs.
 
     Raises:
@@ -188,7 +188,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise OutputError(f"{path} can't be read: {error}") from error
 
 
-def read_batches(folder: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+def read_batches(folder: Place, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """The results in row order, a part at a time: those that the manifest names or, while the job runs, those there.
 
     Raises:
@@ -202,7 +202,7 @@ def read_batches(folder: Path, columns: Sequence[str] | None = None) -> Iterator
         yield from read_part_table(folder / name, columns).to_batches()
 
 
-def read_dataset(folder: Path, columns: Sequence[str] | None = None) -> pa.Table:
+def read_dataset(folder: Place, columns: Sequence[str] | None = None) -> pa.Table:
     """The same as one table; with no parts (a job canceled at once), an empty one.
 
     Raises:
@@ -215,10 +215,11 @@ def read_dataset(folder: Path, columns: Sequence[str] | None = None) -> pa.Table
     return empty if columns is None else empty.select(list(columns))
 
 
-def check_output(folder: Path, *, overwrite: bool = False) -> None:
+def check_output(folder: Place, *, job_id: str = "", overwrite: bool = False) -> None:
     """Make sure that a new job may write here: a folder that is absent or holds no dataset. Nothing is changed.
 
-    With `overwrite`, a dataset of ours may be there, for `clear_dataset` to remove.
+    With `overwrite`, a dataset of ours may be there, for `clear_dataset` to remove. Without it, what the unfinished job
+    `job_id` has put there may: it is submitted once more by a client that doesn't know how far it came.
 
     Raises:
         OutputError: a dataset or somebody's Parquet files are there, or the folder can't be written.
@@ -227,26 +228,28 @@ def check_output(folder: Path, *, overwrite: bool = False) -> None:
     foreign = [name for name in names if name.endswith(".parquet") and not PART_PATTERN.fullmatch(name)]
     if foreign:
         raise OutputError(f"{folder} holds Parquet files that aren't ours, such as {foreign[0]}: choose another folder")
-    if not overwrite and any(_is_ours(name) for name in names):
+    owner = output_owner(folder)
+    if not overwrite and (not owner or owner != job_id) and any(_is_ours(name) for name in names):
         what = "a dataset" if MANIFEST in names else "parts of a job that isn't finished"
-        if owner := output_owner(folder):
+        if owner:
             what = f"the output of job {owner}, which hasn't ended"
         raise OutputError(f"{folder} holds {what}: choose another folder, or overwrite it with --overwrite")
+    if isinstance(folder, RemotePath):
+        return  # who may write there shows when the folder is claimed
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise OutputError(f"{folder} can't be written: {existing} is not a folder that you may write to")
 
 
-def claim_output(folder: Path, job_id: str) -> None:
+def claim_output(folder: Place, job_id: str) -> None:
     """Make a folder the output of one job until it has ended: two would overwrite each other's parts.
 
     Raises:
         OutputError: another job has it, or it can't be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / OWNER).open("x") as file:
-            file.write(job_id)
+        make_folder(folder)
+        create(folder / OWNER, job_id.encode())
     except FileExistsError:
         if (owner := output_owner(folder)) != job_id:
             raise OutputError(f"{folder} holds the output of job {owner}, which hasn't ended") from None
@@ -254,21 +257,21 @@ def claim_output(folder: Path, job_id: str) -> None:
         raise OutputError(f"{folder} can't be written: {error.strerror}") from error
 
 
-def output_owner(folder: Path) -> str:
+def output_owner(folder: Place) -> str:
     """The job whose output this is until it has ended, "" for none.
 
     Raises:
         OutputError: the folder can't be read.
     """
     try:
-        return (folder / OWNER).read_text(encoding="utf-8")
+        return (folder / OWNER).read_bytes().decode()
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
         raise OutputError(f"{folder / OWNER} can't be read: {error.strerror}") from error
 
 
-def release_output(folder: Path, job_id: str) -> None:
+def release_output(folder: Place, job_id: str) -> None:
     """Undo `claim_output`; a folder that another job has stays as it is.
 
     Raises:
@@ -278,7 +281,7 @@ def release_output(folder: Path, job_id: str) -> None:
         remove_file(folder / OWNER)
 
 
-def clear_dataset(folder: Path) -> None:
+def clear_dataset(folder: Place) -> None:
     """Remove a dataset's files; other files stay. `_SUCCESS` and the manifest go first, so no half looks whole.
 
     Raises:
@@ -289,7 +292,7 @@ def clear_dataset(folder: Path) -> None:
         remove_file(folder / name)
 
 
-def remove_dataset(folder: Path, job_id: str) -> None:
+def remove_dataset(folder: Place, job_id: str) -> None:
     """Remove a job's dataset, and the folder if nothing else is in it; there may be none.
 
     Raises:

@@ -6,19 +6,17 @@ Knows nothing of how rows are read. Called by the row reader; the command line r
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from minisgl_batch.errors import Fault, InvalidInputError
+from minisgl_batch.words import UNSAFE
 
 MAX_SHOWN = 20
 COLUMNS = ("line", "field", "problem", "what to do")
 
 _MAX_CELL_CHARS = 240
 _MAX_VALUE_CHARS = 40
-# Control characters, lone surrogates, line separators and direction overrides.
-UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class FieldError(Exception):
@@ -30,9 +28,10 @@ class FieldError(Exception):
         self.problem = problem
         self.hint = hint
 
-    def at(self, file: str, line: int) -> Fault:
+    def at(self, file: str, line: int, place: str = "") -> Fault:
         """The fault, fit to be printed: user data must not reach a terminal raw, nor fill it."""
-        return Fault(file, line, *(_printable(text) for text in (self.field, self.problem, self.hint)))
+        field, problem, hint = (_printable(text) for text in (self.field, self.problem, self.hint))
+        return Fault(file, line, field, problem, hint, place)
 
 
 class FaultLog:
@@ -58,7 +57,10 @@ class FaultLog:
 
 def render_faults(faults: Sequence[Fault], num_faults: int) -> str:
     """A plain-text table of `faults`, with a last line for those of `num_faults` that aren't among them."""
-    lines = [COLUMNS, *((str(fault.line), fault.field or "-", fault.problem, fault.hint) for fault in faults)]
+    lines = [
+        COLUMNS,
+        *((fault.place or str(fault.line), fault.field or "-", fault.problem, fault.hint) for fault in faults),
+    ]
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     table = [
         f"{line:>{widths[0]}}  {field:<{widths[1]}}  {problem:<{widths[2]}}  {hint}"
@@ -72,7 +74,7 @@ def render_faults(faults: Sequence[Fault], num_faults: int) -> str:
 def describe_fault(fault: Fault) -> str:
     """A fault as one sentence without the file's name, for the message of an error row."""
     field = f"{fault.field} " if fault.field else ""
-    return f"line {fault.line}: {field}{fault.problem} ({fault.hint})"
+    return f"{fault.place or f'line {fault.line}'}: {field}{fault.problem} ({fault.hint})"
 
 
 def show(value: Any) -> str:

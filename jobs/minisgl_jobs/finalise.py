@@ -6,18 +6,20 @@ May run twice, at any time and anywhere: each step finds what is done already. K
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from minisgl_batch.errors import OutputError
+from minisgl_batch.errors import InputUnreachableError, OutputError
 from minisgl_jobs.dataset import Manifest, finish_dataset, make_manifest, missing_chunks
+from minisgl_jobs.kept import add_columns, columns_of
 from minisgl_jobs.model import JobState
 from minisgl_jobs.outbox import FinalisingJob, Outbox
 from minisgl_jobs.parts import (
     Part,
     PartInfo,
     commit_part,
+    output_place,
     part_name,
     pending_name,
     read_part,
@@ -26,6 +28,8 @@ from minisgl_jobs.parts import (
     scan_parts,
     write_part,
 )
+from minisgl_jobs.places import Place, make_folder
+from minisgl_jobs.references import ChunkReader
 from minisgl_jobs.results import results_to_table, table_to_results
 from minisgl_jobs.spool import decode_result
 
@@ -49,7 +53,7 @@ def finalise(outbox: Outbox, job_id: str, epoch: int) -> JobState | None:
     job = outbox.load(job_id, epoch)
     if job is None:
         return None
-    folder = Path(job.spec.output)
+    folder = output_place(job.spec.output)
     try:
         _make_folder(folder)
         _rename_committed(job, folder)
@@ -69,38 +73,56 @@ def finalise(outbox: Outbox, job_id: str, epoch: int) -> JobState | None:
     return manifest.state
 
 
-def _make_folder(folder: Path) -> None:
+def _make_folder(folder: Place) -> None:
     """There is none yet when a job was canceled before its first part."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise OutputError(f"{folder} can't be made: {error.strerror}") from error
 
 
-def _rename_committed(job: FinalisingJob, folder: Path) -> None:
+def _rename_committed(job: FinalisingJob, folder: Place) -> None:
     """Do the renames that the workers that committed these parts didn't live to do."""
     for chunk, (token, epoch) in job.renames.items():
         if (folder / pending_name(chunk, epoch, token)).exists():
             commit_part(folder, chunk, epoch, token)
 
 
-def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Path) -> None:
+def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place) -> None:
     """Save the finished rows of chunks that a canceled job didn't finish, in a retry beside the old ones."""
     for chunk in job.left_over:
         path = folder / part_name(chunk)
+        rows, kept = job.spec.chunk_range(chunk), None
         results = {key: decode_result(data) for key, data in outbox.spooled(job.spec.job_id, chunk).items()}
         if path.exists():
             if read_part(path).info.epoch == job.epoch:
                 continue  # this was done before
-            old = table_to_results(read_part_table(path))
+            part = read_part_table(path)
+            old = table_to_results(part)
             results = {(result.row_index, result.sample_index): result for result in old} | results
+            kept = columns_of(part, rows, job.spec.kept)
+        elif job.spec.kept and results:
+            kept = _read_kept(outbox, job, chunk)
         if not results:
             continue
         table = results_to_table(results.values(), token_ids=job.spec.token_ids)
+        table = add_columns(table, kept, rows.start, job.spec.kept)
         # No hash of the input: a later job that resumes must not take the chunk for whole.
         info = PartInfo(job_id=job.spec.job_id, chunk=chunk, epoch=job.epoch, input_sha256="", num_rows=table.num_rows)
         write_part(folder, table, info, LEFT_OVER_TOKEN)
         commit_part(folder, chunk, job.epoch, LEFT_OVER_TOKEN)
+
+
+def _read_kept(outbox: Outbox, job: FinalisingJob, chunk: int) -> pa.Table | None:
+    """What a chunk keeps of the input; None where that can't be read any more, as the job is over all the same."""
+    reader = ChunkReader()
+    try:
+        return reader.read(job.spec, chunk, outbox.payload(job.spec.job_id, chunk)).kept
+    except InputUnreachableError as error:
+        logger.warning("columns of the input are null in %s: %s", part_name(chunk), error)
+        return None
+    finally:
+        reader.close()
 
 
 def _manifest(job: FinalisingJob, parts: list[Part]) -> Manifest:
@@ -124,7 +146,7 @@ def _count_rows(job: FinalisingJob, parts: list[Part]) -> tuple[int, int]:
     """The rows of a canceled job that are ok and not, from the data: the queue counts whole chunks only."""
     rows_ok = rows_error = 0
     for part in parts:
-        table = read_part_table(Path(job.spec.output) / part.name, ["row_index", "status"])
+        table = read_part_table(output_place(job.spec.output) / part.name, ["row_index", "status"])
         failed = set(table.filter(pc.equal(table["status"], "error"))["row_index"].to_pylist())
         rows_error += len(failed)
         rows_ok += len(set(table["row_index"].to_pylist()) - failed)

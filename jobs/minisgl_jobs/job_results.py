@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import pyarrow as pa
 
 from minisgl_batch.errors import JobStateError, OutputError
 from minisgl_jobs.dataset import read_batches
+from minisgl_jobs.kept import add_columns, columns_of
 from minisgl_jobs.model import RowResult
-from minisgl_jobs.parts import part_name, read_part, read_part_table
+from minisgl_jobs.parts import output_place, part_name, read_part, read_part_table
+from minisgl_jobs.places import Place
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.results import results_to_table, table_to_results
 from minisgl_jobs.spool import decode_result
@@ -42,7 +43,7 @@ class JobResults:
         status = self._queue.status(self._job_id)
         if status.state.is_final:
             _check_folder(status)
-            return read_batches(Path(status.spec.output))
+            return read_batches(output_place(status.spec.output))
         if not partial:
             raise JobStateError(
                 f"job {self._job_id} is {status.state.value}: wait for its end, or ask for partial results"
@@ -73,25 +74,29 @@ class JobResults:
         for chunk in chunks:
             # The spool first: it goes when the part comes.
             spooled = self._queue.spooled(self._job_id, chunk) if chunk in leased else {}
-            path = Path(status.spec.output) / part_name(chunk)
+            path = output_place(status.spec.output) / part_name(chunk)
             if path.is_file():
-                yield _merge(path, spooled, status)
+                yield _merge(path, chunk, spooled, status)
             elif spooled:
-                yield results_to_table(map(decode_result, spooled.values()), token_ids=status.spec.token_ids)
+                table = results_to_table(map(decode_result, spooled.values()), token_ids=status.spec.token_ids)
+                # What such rows keep of the input is in the workers' hands: null until their chunk is committed.
+                yield add_columns(table, None, 0, status.spec.kept)
 
 
-def _merge(path: Path, spooled: dict[tuple[int, int], bytes], status: JobStatus) -> pa.Table:
+def _merge(path: Place, chunk: int, spooled: dict[tuple[int, int], bytes], status: JobStatus) -> pa.Table:
     """A part's results; where a retry runs its chunk again, with those that are new and without the old error rows."""
     table = read_part_table(path)
     if status.state.is_final or status.epoch == 0 or status.epoch == read_part(path).info.epoch:
         return table
     results = {(old.row_index, old.sample_index): old for old in table_to_results(table) if old.status == "ok"}
     results |= {key: decode_result(encoded) for key, encoded in spooled.items()}
-    return results_to_table(results.values(), token_ids=status.spec.token_ids)
+    merged = results_to_table(results.values(), token_ids=status.spec.token_ids)
+    rows = status.spec.chunk_range(chunk)
+    return add_columns(merged, columns_of(table, rows, status.spec.kept), rows.start, status.spec.kept)
 
 
 def _check_folder(status: JobStatus) -> None:
-    if status.rows_done and not Path(status.spec.output).is_dir():
+    if status.rows_done and not output_place(status.spec.output).is_dir():
         raise OutputError(
             f"{status.spec.output}, where the results of job {status.job_id} are, isn't on this machine: "
             "share the folder with the workers, or ask on their machine"

@@ -130,16 +130,17 @@ class ChunkQueue:
         with redis_errors():
             client.hset(QUEUES, self.keys.queue, model)
 
-    def take(self, token: str | None = None) -> Lease | None:
+    def take(self, token: str | None = None, *, avoid: Sequence[str] = ()) -> Lease | None:
         """The chunk whose turn it is, or None: first one of a dead worker, then by priority and turn.
 
         Args:
             token: give the same again to repeat a call that failed half-way; by default a new one.
+            avoid: jobs to leave to other workers.
         """
         if time.monotonic() >= self._next_audit:
             self.audit()
         token = token or secrets.token_hex(16)
-        reply = self._run("take", token, self.worker_id, self._lease_ms, SCHEMA_VERSION, self._engine)
+        reply = self._run("take", token, self.worker_id, self._lease_ms, SCHEMA_VERSION, self._engine, *avoid)
         if reply[0] == b"none":
             self._next_expiry_s = reply[1] / 1000 if reply[1] >= 0 else None
             return None
@@ -212,10 +213,14 @@ class ChunkQueue:
         for lease in leases:
             self._run("renamed", lease.spec.job_id, lease.chunk, lease.token)
 
-    def handback(self, leases: Iterable[Lease]) -> None:
-        """Give chunks back, such as at a drain; spooled results stay with them. Lost ones are passed over."""
+    def handback(self, leases: Iterable[Lease], *, reason: str = "") -> None:
+        """Give chunks back, such as at a drain; spooled results stay with them. Lost ones are passed over.
+
+        Args:
+            reason: why this worker can't do them, for the job's status; it lasts until somebody takes a chunk.
+        """
         for lease in leases:
-            self._run_lease("handback", lease)
+            self._run_lease("handback", lease, f"{self.worker_id} can't take it: {reason}" if reason else "")
 
     def heartbeat(self, info: WorkerInfo, ttl_s: float = LEASE_S) -> None:
         """Register this group, or go on being registered."""

@@ -63,6 +63,21 @@ class InputInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     num_bytes: int = 0
 
 
+class InputReference(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where workers read the rows of a job that doesn't bring them along, and how; see `ReadOptions`.
+
+    Attributes:
+        uri: absolute path or URL of a file or folder, without credentials.
+    """
+
+    uri: str
+    template: str | None = None
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    keep_columns: tuple[str, ...] = ()
+    chat: bool | None = None
+
+
 class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a job is; fixed at submit.
 
@@ -80,6 +95,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         chat: whether the rows (the first one, if they differ) are chat messages: the shape of OpenAI output.
         input: what was read.
         rows_sha256: of all rows as they were read: the hash of their chunks' `chunk_sha256`, in order.
+        reference: where the rows are; None when the chunks' payloads hold them.
+        kept: types of the input columns that are copied to the output, as `KeptRows.schema` describes them.
     """
 
     job_id: str
@@ -96,6 +113,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     chat: bool = False
     input: InputInfo = InputInfo()
     rows_sha256: str = ""
+    reference: InputReference | None = None
+    kept: bytes = b""
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -112,6 +112,12 @@ class Outbox:
             fields: dict[Any, Any] = self._client.hgetall(self._keys.spool(job_id, chunk))
         return decode_spool(fields.items())
 
+    def payload(self, job_id: str, chunk: int) -> bytes:
+        """A chunk's payload, b"" when it is gone."""
+        with redis_errors():
+            payload: Any = self._client.hget(self._keys.job(job_id, "in"), str(chunk))
+        return bytes(payload or b"")
+
     def note_error(self, job_id: str, epoch: int, error: str) -> None:
         """Say in the job's status why it can't be finalised at the moment."""
         self._scripts.run("finerror", self._keys.prefix, job_id, epoch, error)

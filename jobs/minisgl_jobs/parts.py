@@ -1,7 +1,8 @@
-"""Writes the Parquet parts of a dataset so that a crash at any moment leaves whole parts only.
+"""Writes the Parquet parts of a dataset so that a crash at any moment leaves whole parts only, wherever that is.
 
 A part is written under a hidden name that holds epoch, chunk and lease token, and synced; once the queue has committed
 the chunk it is renamed to its final name. So a worker that lost its lease can't put its file over a committed one.
+Object stores have no rename: there the store copies the object, which appears whole, and the old one is removed.
 Knows nothing of Redis. Called by frontends (write, commit) and finalise (commit, scan, clean-up).
 """
 
@@ -11,21 +12,24 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from minisgl_batch.errors import OutputError
+from minisgl_batch.errors import OutputError, UsageError
 from minisgl_jobs.model import SCHEMA_VERSION
+from minisgl_jobs.places import Place, RemotePath, list_names, make_folder, move, num_bytes, place, remove, write_whole
 
 PART_PATTERN = re.compile(r"part-(\d{6,})\.parquet")
 PENDING_PATTERN = re.compile(r"\.part-(\d+)-(\d+)\.(.+)")
 TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _METADATA_KEY = b"minisgl_batch"
+_REMOTE_READERS = 16  # footers of parts in an object store that are read at once
 _LOW_CARDINALITY = ["status", "finish_reason", "stop_reason", "error_type", "model"]
 
 
@@ -69,7 +73,7 @@ def pending_name(chunk: int, epoch: int, token: str) -> str:
     return f".part-{epoch}-{chunk:06d}.{token}"
 
 
-def write_part(folder: Path, table: pa.Table, info: PartInfo, token: str) -> Path:
+def write_part(folder: Place, table: pa.Table, info: PartInfo, token: str) -> Place:
     """Write a part under its pending name; on return it is on disk. The folder is made if it isn't there.
 
     The token counts of `info` are taken from the table.
@@ -84,20 +88,14 @@ def write_part(folder: Path, table: pa.Table, info: PartInfo, token: str) -> Pat
     info = msgspec.structs.replace(info, **{name: pc.sum(table[name]).as_py() or 0 for name in TOKEN_COUNTS})
     described = table.replace_schema_metadata({_METADATA_KEY: msgspec.json.encode(info)})
     with _writing(path, table.nbytes):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with path.open("wb") as file:
-                pq.write_table(described, file, compression="zstd", use_dictionary=_LOW_CARDINALITY)
-                file.flush()
-                os.fsync(file.fileno())
-            sync_folder(folder)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+        make_folder(folder)
+        sink = pa.BufferOutputStream()
+        pq.write_table(described, sink, compression="zstd", use_dictionary=_LOW_CARDINALITY)
+        write_whole(path, sink.getvalue())
     return path
 
 
-def commit_part(folder: Path, chunk: int, epoch: int, token: str) -> Path:
+def commit_part(folder: Place, chunk: int, epoch: int, token: str) -> Place:
     """Give a part its final name, in place of one of an earlier epoch; done already is fine.
 
     Raises:
@@ -106,58 +104,62 @@ def commit_part(folder: Path, chunk: int, epoch: int, token: str) -> Path:
     pending, final = folder / pending_name(chunk, epoch, token), folder / part_name(chunk)
     with _writing(final, 0):
         try:
-            pending.replace(final)
+            move(pending, final)
         except FileNotFoundError:
             if not final.exists() or read_part(final).info.epoch != epoch:
                 raise OutputError(f"{pending} has vanished: was the output folder changed while the job ran?") from None
-        sync_folder(folder)
     return final
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Place) -> Part:
     """What a part's footer says.
 
     Raises:
         OutputError: the file can't be read, is damaged or isn't a part.
     """
     try:
-        metadata = pq.read_metadata(path).metadata or {}
+        with _parquet_source(path) as source:
+            metadata = pq.read_metadata(source).metadata or {}
         info = msgspec.json.decode(metadata[_METADATA_KEY], type=PartInfo)
-        return Part(path.name, path.stat().st_size, info)
+        return Part(path.name, num_bytes(path), info)
     except (OSError, pa.ArrowException, KeyError, msgspec.DecodeError) as error:
         raise OutputError(f"{path} isn't a whole part of a dataset: {error}") from error
 
 
-def read_part_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+def read_part_table(path: Place, columns: Sequence[str] | None = None) -> pa.Table:
     """A part's results.
 
     Raises:
         OutputError: the file can't be read or is damaged.
     """
     try:
-        with pq.ParquetFile(path) as file:
+        with _parquet_source(path) as source, pq.ParquetFile(source) as file:
             table = file.read(columns=None if columns is None else list(columns))
     except (OSError, pa.ArrowException) as error:
         raise OutputError(f"{path} can't be read: {error}") from error
     return table.replace_schema_metadata(None)
 
 
-def scan_parts(folder: Path) -> list[Part]:
+def scan_parts(folder: Place) -> list[Part]:
     """The committed parts of a folder in chunk order, none if there is no such folder.
 
     Raises:
         OutputError: the folder or a part can't be read.
     """
-    return [read_part(folder / name) for name in part_names(folder)]
+    paths = [folder / name for name in part_names(folder)]
+    if not isinstance(folder, RemotePath):
+        return [read_part(path) for path in paths]
+    with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="parts") as readers:
+        return list(readers.map(read_part, paths))
 
 
-def part_names(folder: Path) -> list[str]:
+def part_names(folder: Place) -> list[str]:
     """The names of the committed parts of a folder in chunk order."""
     chunks = {name: int(match[1]) for name in list_folder(folder) if (match := PART_PATTERN.fullmatch(name))}
     return sorted(chunks, key=chunks.__getitem__)
 
 
-def remove_leftovers(folder: Path, epoch: int) -> int:
+def remove_leftovers(folder: Place, epoch: int) -> int:
     """Remove pending parts of this and earlier epochs, once every committed one has its final name.
 
     Answers how many there were. A later epoch's are somebody's work.
@@ -175,31 +177,29 @@ def remove_leftovers(folder: Path, epoch: int) -> int:
     return len(stale)
 
 
-def list_folder(folder: Path) -> list[str]:
+def list_folder(folder: Place) -> list[str]:
     """The names in a folder, none if there is no such folder.
 
     Raises:
         OutputError: it isn't a folder or can't be read.
     """
     try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
+        return list_names(folder)
     except OSError as error:
         raise OutputError(f"{folder} can't be read: {error.strerror}") from error
 
 
-def remove_file(path: Path) -> None:
+def remove_file(path: Place) -> None:
     """Remove a file that may be gone already.
 
     Raises:
         OutputError: it can't be removed.
     """
     with _writing(path, 0):
-        path.unlink(missing_ok=True)
+        remove(path)
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Place, content: bytes) -> None:
     """Write a small file so that it is there whole or not at all, also after a power loss.
 
     Raises:
@@ -207,29 +207,28 @@ def write_file(path: Path, content: bytes) -> None:
     """
     pending = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     with _writing(path, len(content)):
-        try:
-            with pending.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            pending.replace(path)
-        except BaseException:
-            pending.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        write_whole(path, content, pending=pending)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the folder's names (new files, renames) last through a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def output_place(output: str) -> Place:
+    """Where a job's output is.
+
+    Raises:
+        OutputError: nothing installed here reads or writes such a URL.
+    """
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return place(output)
+    except UsageError as error:
+        raise OutputError(str(error)) from None
+
+
+def _parquet_source(path: Place) -> Any:
+    """What pyarrow reads a file from; use as a context manager."""
+    return path.open() if isinstance(path, RemotePath) else nullcontext(str(path))
 
 
 @contextmanager
-def _writing(path: Path, num_bytes: int) -> Iterator[None]:
+def _writing(path: Place, num_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -238,8 +237,10 @@ def _writing(path: Path, num_bytes: int) -> Iterator[None]:
         ) from error
 
 
-def _free_space(path: Path, num_bytes: int) -> str:
+def _free_space(path: Place, num_bytes: int) -> str:
     """What there is and what it takes, when room is what is lacking."""
+    if isinstance(path, RemotePath):
+        return ""
     try:
         free = shutil.disk_usage(path.parent).free
     except OSError:

@@ -69,8 +69,8 @@ def results_to_table(results: Iterable[RowResult], *, token_ids: bool = False) -
 
 
 def table_to_results(table: pa.Table) -> Iterator[RowResult]:
-    """Undo `results_to_table`."""
-    for batch in table.to_batches():
+    """Undo `results_to_table`; columns of the input are passed over."""
+    for batch in table.select([name for name in table.column_names if name in _SCHEMA.names]).to_batches():
         # As integers: Arrow's own conversion of times needs a time zone database, which small containers lack.
         plain = {
             field.name: batch.column(i).cast(pa.int64()) if field.type == _TIMESTAMP else batch.column(i)

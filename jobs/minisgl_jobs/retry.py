@@ -6,17 +6,17 @@ Knows nothing of Redis. Called by frontends, which generate the others only, and
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from minisgl_batch.errors import OutputError
 from minisgl_jobs.model import RowResult
 from minisgl_jobs.parts import part_name, read_part, read_part_table
+from minisgl_jobs.places import Place
 from minisgl_jobs.results import table_to_results
 
 logger = logging.getLogger(__name__)
 
 
-def results_to_keep(folder: Path, chunk: int, input_sha256: str) -> list[RowResult]:
+def results_to_keep(folder: Place, chunk: int, input_sha256: str) -> list[RowResult]:
     """The results without an error in a chunk's part of an earlier epoch; none when it is of other rows.
 
     A part that is missing or damaged has none either: all rows of its chunk are generated again.

@@ -1,24 +1,26 @@
-"""Reads rows: one line of JSONL in, one checked `Row` or one `Fault` out.
+"""Reads rows: one line of JSONL or one row of a table in, one checked `Row` or one `Fault` out.
 
 A line is decoded once and checked field by field. A field is never dropped silently: it is read, known to make no
-difference, or refused with a hint. Knows nothing of files, Redis or models. Called by the client and the command line;
-a kind of input that isn't JSONL gives its rows as lines too.
+difference, or refused with a hint. Knows nothing of files, Redis or models. Called by the client and the command line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from minisgl_batch.errors import Fault, InvalidInputError, InvalidParameterError
 from minisgl_jobs.custom_ids import CustomIdIndex
 from minisgl_jobs.faults import MAX_SHOWN, FaultLog, FieldError, describe_fault, kind, show
 from minisgl_jobs.fields import PROMPT_FIELDS
+from minisgl_jobs.inputs import Columns
 from minisgl_jobs.jsonl import parse_object
+from minisgl_jobs.kept import KeptRows
 from minisgl_jobs.model import Row, RowError
 from minisgl_jobs.openai_batch import is_envelope, open_envelope
 from minisgl_jobs.prompts import check_messages, check_prompt, check_token_ids
+from minisgl_jobs.records import Record
 from minisgl_jobs.settings import (
     read_custom_id,
     read_metadata,
@@ -32,6 +34,17 @@ from minisgl_jobs.template import PromptTemplate
 MAX_MODELS_NOTED = 8
 
 
+class Located(Protocol):
+    """Knows where the record that it gave last came from: a file's name, and a line or a table's row; see `Fault`."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def line(self) -> int: ...
+    @property
+    def place(self) -> str: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
     """How the rows of a job are read.
@@ -39,6 +52,9 @@ class ReadOptions:
     Attributes:
         template: makes each prompt from the row's own fields, such as 'Translate: {text}'. A field that the template
             uses means nothing else; columns that it doesn't use are passed over.
+        prompt_column, messages_column: the field that holds the prompts, or the chat messages, where it isn't called
+            so; other columns are passed over.
+        keep_columns: fields that are copied to the output.
         system: the job's system message, which the worker puts before messages that have none.
         chat: make each prompt (also a template's) one user message, which the model's chat template renders; without
             it, prompts are completed as they are. Not given: on when there is a template or a system message.
@@ -50,6 +66,9 @@ class ReadOptions:
     """
 
     template: str | None = None
+    prompt_column: str | None = None
+    messages_column: str | None = None
+    keep_columns: tuple[str, ...] = ()
     system: str | None = None
     chat: bool | None = None
     limit: int | None = None
@@ -58,12 +77,28 @@ class ReadOptions:
     def __post_init__(self) -> None:
         if self.template is not None:
             PromptTemplate(self.template)
+        given = [f"{name}_column" for name in ("prompt", "messages") if getattr(self, f"{name}_column") is not None]
+        given += ["template"] if self.template is not None else []
+        if len(given) > 1:
+            raise InvalidParameterError(given[0], f"stands beside {given[1]}: give one of them")
+        if "" in self.keep_columns or len(set(self.keep_columns)) != len(self.keep_columns):
+            raise InvalidParameterError("keep_columns", "must be names of columns, each once")
         if self.limit is not None and self.limit < 1:
             raise InvalidParameterError("limit", f"must be at least 1, got {self.limit}")
         if self.system == "":
             raise InvalidParameterError("system", "is empty: give the system message, or leave it out")
         if self.system is not None and self.chat is False:
             raise InvalidParameterError("system", "needs chat messages: leave out --no-chat, or --system")
+
+    @property
+    def columns(self) -> Columns:
+        """Which columns of a table are to be read."""
+        if self.template is not None:
+            wanted = dict.fromkeys(sorted(PromptTemplate(self.template).names), "--template")
+        else:
+            given = {self.prompt_column: "--prompt-column", self.messages_column: "--messages-column"}
+            wanted = {column: option for column, option in given.items() if column is not None}
+        return Columns(wanted, self.keep_columns)
 
     @property
     def makes_chat(self) -> bool:
@@ -79,33 +114,50 @@ class RowReader:
         file: the input's name in faults.
         num_rows: rows read so far, faulty ones included; blank lines aren't rows.
         faults: what was wrong so far.
+        kept: the columns that are copied to the output.
         models: models that OpenAI lines name, the first few; a job runs on its own model whatever they say.
     """
 
-    def __init__(self, file: str, options: ReadOptions | None = None, *, max_shown: int = MAX_SHOWN) -> None:
+    def __init__(
+        self, file: str, options: ReadOptions | None = None, *, max_shown: int = MAX_SHOWN, first_row: int = 0
+    ) -> None:
+        """
+        Args:
+            max_shown: faults to remember.
+            first_row: the index of the first row that is read.
+        """
         self.file = file
-        self.num_rows = 0
+        self.num_rows = first_row
         self.faults = FaultLog(max_shown)
         self.models: list[str] = []
         self._options = options or ReadOptions()
         self._template = PromptTemplate(self._options.template) if self._options.template is not None else None
+        prompt, messages = self._options.prompt_column, self._options.messages_column
+        column = prompt or messages
+        self._column = None if column is None else (column, "prompt" if messages is None else "messages")
         self._makes_chat = self._options.makes_chat
         self._custom_ids = CustomIdIndex()
+        self.kept = KeptRows(self._options.keep_columns)
 
-    def read(self, lines: Iterable[bytes]) -> Iterator[Row | Fault]:
+    def read(self, records: Iterable[Record], at: Located | None = None) -> Iterator[Row | Fault]:
         """One Row or Fault for each line that isn't blank, in order; nothing about a line raises.
 
         A row's index counts the lines that aren't blank; a fault's line counts them all.
+
+        Args:
+            at: knows where the last record came from; by default all are lines of `file`.
         """
-        for number, line in enumerate(lines, 1):
-            stripped = line.strip()
-            if not stripped or stripped == BOM:
-                continue
-            yield self._read_line(number, line)
+        for number, record in enumerate(records, 1):
+            if isinstance(record, bytes):
+                stripped = record.strip()
+                if not stripped or stripped == BOM:
+                    continue
+            where = (at.file, at.line, at.place) if at is not None else (self.file, number, "")
+            yield self._read_record(record, *where)
             if self.num_rows == self._options.limit:
                 return
 
-    def rows(self, lines: Iterable[bytes]) -> Iterator[Row]:
+    def rows(self, records: Iterable[Record], at: Located | None = None) -> Iterator[Row]:
         """The rows of an input that has no faults, or whose faulty rows are recorded.
 
         Rows come until the first fault; reading goes on to find the others. Rows that came before the error must not
@@ -115,7 +167,7 @@ class RowReader:
             InvalidInputError: there were faults, which it lists, or no rows at all.
         """
         refused = False
-        for item in self.read(lines):
+        for item in self.read(records, at):
             if isinstance(item, Fault):
                 refused = True
             elif not refused:
@@ -125,32 +177,43 @@ class RowReader:
         if not self.num_rows:
             raise InvalidInputError(f"{self.file} holds no rows")
 
-    def _read_line(self, number: int, line: bytes) -> Row | Fault:
+    def _read_record(self, record: Record, file: str, number: int, place: str) -> Row | Fault:
         row_index = self.num_rows
         self.num_rows += 1
         fields: dict[str, Any] = {}
         try:
-            fields = parse_object(line)
-            return self._checked_row(row_index, number, fields, line)
+            if isinstance(record, bytes):
+                fields = parse_object(record)
+            elif record.problem is not None:
+                raise record.problem
+            else:
+                fields = record.values
+            return self._checked_row(row_index, number, place, fields, record)
         except FieldError as found:
-            fault = found.at(self.file, number)
+            fault = found.at(file, number, place)
+        finally:
+            if self._options.keep_columns:
+                self.kept.add(record, fields)
         self.faults.add(fault)
         if self._options.on_error == "fail":
             return fault
         return Row(
             row_index=row_index,
             custom_id=_readable(lambda: read_custom_id(fields)),
-            metadata=_readable(lambda: self._metadata(fields, line)),
+            metadata=_readable(lambda: self._metadata(fields, record)),
             error=RowError("invalid_request", describe_fault(fault)),
         )
 
-    def _checked_row(self, row_index: int, number: int, fields: dict[str, Any], line: bytes) -> Row:
+    def _checked_row(self, row_index: int, number: int, place: str, fields: dict[str, Any], record: Record) -> Row:
         custom_id = read_custom_id(fields)
         if custom_id and (first := self._custom_ids.add(custom_id, number)) is not None:
-            raise FieldError("custom_id", f"{show(custom_id)} stands on line {first} already", "give each row its own")
+            already = f"stands on line {first} already" if not place else "is an earlier row's already"
+            raise FieldError("custom_id", f"{show(custom_id)} {already}", "give each row its own")
         prefix = ""
         if self._template is not None:
             body = _use_template(self._template, fields)
+        elif self._column is not None:
+            body = _use_column(*self._column, fields)
         elif is_envelope(fields):
             body, prefix = open_envelope(fields), "body."
         else:
@@ -165,7 +228,7 @@ class RowReader:
             messages=messages,
             prompt_token_ids=token_ids,
             params=read_params(body, prefix),
-            metadata=self._metadata(fields, line),
+            metadata=self._metadata(fields, record),
         )
 
     def _read_ask(
@@ -188,9 +251,11 @@ class RowReader:
         prompt = check_prompt(value, path)
         return (None, [{"role": "user", "content": prompt}], None) if self._makes_chat else (prompt, None, None)
 
-    def _metadata(self, fields: dict[str, Any], line: bytes) -> str:
+    def _metadata(self, fields: dict[str, Any], record: Record) -> str:
         """The row's metadata, or that of an OpenAI line's body."""
-        body = fields.get("body")
+        if not isinstance(record, bytes):
+            return read_metadata(fields, None)
+        line, body = record, fields.get("body")
         if self._template is None and isinstance(body, dict) and fields.get("metadata") is None:
             return read_metadata(body, line, "body")
         return read_metadata(fields, line)
@@ -205,10 +270,10 @@ class RowReader:
 
 
 def read_rows(
-    lines: Iterable[bytes], options: ReadOptions | None = None, *, file: str = "rows"
+    records: Iterable[Record], options: ReadOptions | None = None, *, file: str = "rows"
 ) -> Iterator[Row | Fault]:
     """`RowReader.read` for callers that need nothing else of the reader."""
-    return RowReader(file, options).read(lines)
+    return RowReader(file, options).read(records)
 
 
 def _use_template(template: PromptTemplate, fields: dict[str, Any]) -> dict[str, Any]:
@@ -216,6 +281,16 @@ def _use_template(template: PromptTemplate, fields: dict[str, Any]) -> dict[str,
     prompt = template.fill(fields)
     columns = {field: value for field, value in fields.items() if field not in template.names}
     return {**settings_beside_template(columns), "prompt": prompt}
+
+
+def _use_column(column: str, field: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The row that a column with another name makes: its prompt or messages, and its sampling settings."""
+    value = fields.get(column)
+    if value is None:
+        problem = "is null" if column in fields else "is missing"
+        raise FieldError(column, problem, f"give the {field}, or name another column")
+    others = {name: value for name, value in fields.items() if name != column and name not in PROMPT_FIELDS}
+    return {**settings_beside_template(others), field: value}
 
 
 def _readable(read: Callable[[], str]) -> str:

@@ -5,11 +5,13 @@ Ranges are checked by `SamplingParams` alone. Knows nothing of prompts or files.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.sampling_params import SamplingParams
-from minisgl_jobs.faults import UNSAFE, FieldError, kind, show
+from minisgl_batch.words import UNSAFE
+from minisgl_jobs.faults import FieldError, kind, show
 from minisgl_jobs.fields import (
     PROMPT_FIELDS,
     ROW_FIELDS,
@@ -40,15 +42,15 @@ def read_custom_id(fields: dict[str, Any]) -> str:
     return custom_id
 
 
-def read_metadata(fields: dict[str, Any], line: bytes, *path: str) -> str:
-    """The row's metadata as the JSON text that stands in the line, "" when it has none."""
+def read_metadata(fields: dict[str, Any], line: bytes | None, *path: str) -> str:
+    """The row's metadata as the JSON text that stands in the line, "" when it has none; of a table's row, as JSON."""
     metadata = fields.get("metadata")
     if metadata is None:
         return ""
     field = ".".join([*path, "metadata"])
     if not isinstance(metadata, dict):
         raise FieldError(field, f"must be an object, not {kind(metadata)}", 'write {"metadata": {"name": ...}}')
-    return raw_text(line, *path, "metadata")
+    return json.dumps(metadata, ensure_ascii=False) if line is None else raw_text(line, *path, "metadata")
 
 
 def read_params(fields: dict[str, Any], prefix: str) -> SamplingParams:

@@ -1,8 +1,7 @@
-"""Opens an input (a file or stdin, plain, gzip or zstd) as a stream of lines, and knows what was read.
+"""Opens a text (a file anywhere or stdin, plain, gzip or zstd) as a stream of lines, and knows what was read.
 
-Memory stays constant whatever the input's size. Knows nothing of rows: a line is bytes. Called by the command line and
-the client. Other kinds of input (Parquet, CSV, remote files) come in beside `open_input`; the row reader takes any
-iterable of lines.
+Memory stays constant whatever the input's size. Knows nothing of rows: a line is bytes. `inputs.py`, which calls it,
+makes one input of several files and of other formats.
 """
 
 from __future__ import annotations
@@ -15,11 +14,15 @@ import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
-from minisgl_batch.errors import InvalidInputError
+import pyarrow as pa
+
+from minisgl_batch.errors import InputUnreachableError, InvalidInputError
 from minisgl_jobs.model import InputInfo
+from minisgl_jobs.places import Place, RemotePath, open_binary, place, url_scheme
 
 MAX_LINE_BYTES = (
     64 << 20
@@ -30,14 +33,10 @@ _SNIFF_BYTES = 1 << 16
 BOM = b"\xef\xbb\xbf"
 
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_PANDAS = "python -c \"import pandas as p; p.{read}('{{name}}').to_json('rows.jsonl', orient='records', lines=True)\""
-_FROM_PARQUET, _FROM_ARROW, _FROM_CSV = (_PANDAS.format(read=f"read_{kind}") for kind in ("parquet", "feather", "csv"))
 _FOREIGN_FORMATS = {
-    b"PAR1": f"is a Parquet file; JSONL is read: {_FROM_PARQUET}",
-    b"ARROW1": f"is an Arrow file; JSONL is read: {_FROM_ARROW}",
     b"BZh": "is compressed with bzip2; gzip and zstd are read: bzip2 -dc {name} | gzip > rows.jsonl.gz",
     b"\xfd7zXZ\x00": "is compressed with xz; gzip and zstd are read: xz -dc {name} | gzip > rows.jsonl.gz",
-    b"PK\x03\x04": "is a zip archive or a spreadsheet; JSONL is read",
+    b"PK\x03\x04": "is a zip archive or a spreadsheet; JSONL, CSV, Parquet and Arrow files are read",
     b"\xff\xfe": "is UTF-16 text; UTF-8 is read: iconv -f UTF-16 -t UTF-8 {name} > rows.jsonl",
     b"\xfe\xff": "is UTF-16 text; UTF-8 is read: iconv -f UTF-16 -t UTF-8 {name} > rows.jsonl",
 }
@@ -77,6 +76,16 @@ class _HashingReader(io.RawIOBase):
         except (OSError, AttributeError):  # a stream without a file below it
             return False
 
+    def seekable(self) -> bool:
+        return bool(self._raw.seekable())
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """For readers of a part of the input: what was read is hashed no more."""
+        return int(self._raw.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._raw.tell())
+
     def close(self) -> None:
         if self._raw is not getattr(sys.stdin, "buffer", None):
             self._raw.close()
@@ -84,31 +93,56 @@ class _HashingReader(io.RawIOBase):
 
 
 class Input:
-    """An open input: iterate over its lines once, then ask `info()`. Use as a context manager.
+    """An open text: iterate over its lines once, then ask `info()`. Use as a context manager.
 
     Lines are bytes with their line end (LF or CRLF). A line longer than MAX_LINE_BYTES comes cut to one byte more.
+
+    Attributes:
+        position: bytes before the next line, decompressed.
 
     Raises:
         InvalidInputError: while iterating, when the data can't be read or its compression is damaged.
     """
 
-    def __init__(self, name: str, source: str, raw: IO[bytes]) -> None:
+    def __init__(self, name: str, source: str, raw: Any) -> None:
         self.name = name
+        self.position = 0
         self._source = source
         self._hashing = _HashingReader(raw)
+        self._is_plain = True
         self._lines = self._decompressed()
-        _refuse_foreign_formats(name, self._peek(self._lines))
 
     def __iter__(self) -> Iterator[bytes]:
         readline = self._lines.readline
         limit = MAX_LINE_BYTES + 1
         try:
             while line := readline(limit):
+                self.position += len(line)
+                rest = line
+                while len(rest) == limit and rest[-1:] != b"\n":  # drop the rest of a line that is too long
+                    rest = readline(limit)
+                    self.position += len(rest)
                 yield line
-                while len(line) == limit and line[-1:] != b"\n":  # drop the rest of a line that is too long
-                    line = readline(limit)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise _unreadable(self.name, error) from error
+
+    def head(self) -> bytes:
+        """The first bytes, decompressed; they stay to be read."""
+        return self._peek(self._lines)
+
+    def skip_to(self, position: int) -> None:
+        """Go on with the line that begins at a `position` that an earlier reader had here."""
+        try:
+            if self._is_plain and position - self.position > _SNIFF_BYTES and self._hashing.seekable():
+                self._lines.seek(position)
+                self.position = position
+            while self.position < position:
+                read = self._lines.read(min(_BUFFER_BYTES, position - self.position))
+                if not read:
+                    raise InvalidInputError(f"{self.name} has become shorter")
+                self.position += len(read)
+        except OSError as error:
+            raise _unreadable(self.name, error) from error
 
     def info(self) -> InputInfo:
         """What was read.
@@ -120,7 +154,7 @@ class Input:
                 while self._hashing.read(_BUFFER_BYTES):
                     pass
             except OSError as error:
-                raise self._unreadable(error) from error
+                raise _unreadable(self.name, error) from error
         digest = self._hashing.sha256.hexdigest() if self._hashing.at_end else ""
         return InputInfo(self._source, digest, self._hashing.num_bytes)
 
@@ -144,8 +178,7 @@ class Input:
             codec = "zstd"
         if codec is None:
             return plain
-        import pyarrow as pa  # 0.2 s, for compressed inputs only
-
+        self._is_plain = False
         # Unlike the codecs' own readers this one notices a truncated stream, and it joins concatenated ones.
         stream: Any = pa.CompressedInputStream(pa.PythonFile(plain, mode="r"), codec)
         return io.BufferedReader(stream, _BUFFER_BYTES)
@@ -154,39 +187,59 @@ class Input:
         try:
             return stream.peek(_SNIFF_BYTES)[:_SNIFF_BYTES]
         except OSError as error:
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, error: OSError) -> InvalidInputError:
-        reason = error.strerror or str(error)
-        if "Truncated" in reason:
-            reason = "the compressed data ends too early; is the file whole?"
-        return InvalidInputError(f"{self.name} can't be read: {reason}")
+            raise _unreadable(self.name, error) from error
 
 
-def open_input(source: str | os.PathLike[str]) -> Input:
-    """Open a path, or stdin for "-"; gzip and zstd are recognised by their first bytes, whatever the name.
+def open_input(source: str | os.PathLike[str] | Place, name: str = "") -> Input:
+    """Open a path, a URL, or stdin for "-"; gzip and zstd are recognised by their first bytes, whatever the name.
+
+    Args:
+        name: of the input in messages, by default as it is given.
 
     Raises:
-        InvalidInputError: there is no such file, it can't be read, or it is plainly not JSONL.
+        InvalidInputError: there is no such file, or it can't be read.
+        UsageError: nothing installed reads such a URL.
     """
-    path = os.fspath(source)
-    if path == STDIN:
+    if source == STDIN:
         if sys.stdin is None:
             raise InvalidInputError("stdin is closed: give a file")
         return Input("stdin", STDIN, sys.stdin.buffer)
+    name = name or str(source)
+    with reading(name):
+        raw = open_binary(source if isinstance(source, RemotePath) else place(source))
     try:
-        raw = open(path, "rb", buffering=0)  # noqa: SIM115 (Input owns and closes it)
-    except IsADirectoryError:
-        raise InvalidInputError(f"{path} is a folder: give a JSONL file") from None
-    except FileNotFoundError:
-        raise InvalidInputError(f"{path}: there is no such file (looked in {os.getcwd()})") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise InvalidInputError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
-    try:
-        return Input(path, path, raw)
+        return Input(name, name, raw)
     except BaseException:
         raw.close()
         raise
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Say what is wrong with an input that can't be opened.
+
+    Raises:
+        InputUnreachableError: it can't be opened or read.
+        InvalidInputError: it is damaged.
+    """
+    try:
+        yield
+    except IsADirectoryError:
+        raise InputUnreachableError(f"{name} is a folder where a file should be") from None
+    except FileNotFoundError:
+        where = "" if url_scheme(name) else f" (looked in {os.getcwd()})"
+        raise InputUnreachableError(f"{name}: there is no such file{where}") from None
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(name, error) from error
+
+
+def _unreadable(name: str, error: Exception) -> InvalidInputError:
+    """What is wrong with an input: with the machine, which gives an error number, or with the data."""
+    reason = getattr(error, "strerror", None) or str(error)
+    if "Truncated" in reason:
+        reason = "the compressed data ends too early; is the file whole?"
+    kind = InvalidInputError if getattr(error, "errno", None) is None else InputUnreachableError
+    return kind(f"{name} can't be read: {reason}")
 
 
 def object_lines(rows: Iterable[Any]) -> Iterator[bytes]:
@@ -205,7 +258,7 @@ def _object_line(number: int, row: Any) -> bytes:
         raise InvalidInputError(f"row {number} can't be written as JSON: {error}") from error
 
 
-def _refuse_foreign_formats(name: str, head: bytes) -> None:
+def refuse_foreign_formats(name: str, head: bytes) -> None:
     """Raise when the first bytes show a file that isn't JSONL, so that one line says so instead of a fault per line."""
     what = next((what for magic, what in _FOREIGN_FORMATS.items() if head.startswith(magic)), None)
     lines = [line for line in head.removeprefix(BOM).split(b"\n") if line.strip()]
@@ -215,8 +268,6 @@ def _refuse_foreign_formats(name: str, head: bytes) -> None:
             what = "holds one JSON array; a row a line is read: jq -c '.[]' {name} > rows.jsonl"
         elif first == b"{":
             what = "holds JSON objects spread over lines; a row a line is read: jq -c . {name} > rows.jsonl"
-        elif _is_csv(lines):
-            what = f"looks like CSV; JSONL is read: {_FROM_CSV}"
     if what is not None:
         raise InvalidInputError(f"{name} {what.replace('{name}', name)}")
 
@@ -229,10 +280,11 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _is_csv(lines: list[bytes]) -> bool:
-    """Whether a header of plain names is followed by a line with as many separators, and no line looks like JSON."""
-    header = re.fullmatch(rb'"?\w[\w -]*"?(?:([,;\t])"?\w[\w -]*"?)+', lines[0].strip())
+def csv_separator(head: bytes) -> str | None:
+    """What separates the columns where the first bytes look like CSV: a header of plain names, and as many cells."""
+    lines = [line for line in head.removeprefix(BOM).split(b"\n") if line.strip()]
+    header = re.fullmatch(rb'"?\w[\w -]*"?(?:([,;\t])"?\w[\w -]*"?)+', lines[0].strip()) if lines else None
     if header is None or len(lines) < 2 or any(line.lstrip().startswith(b"{") for line in lines):
-        return False
+        return None
     separator = header[1]
-    return lines[1].count(separator) >= lines[0].count(separator)
+    return separator.decode() if lines[1].count(separator) >= lines[0].count(separator) else None

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from minisgl_batch.words import one_line
 from minisgl_jobs.model import JobSpec, JobState, check_schema_version
 
 spec_encoder = msgspec.msgpack.Encoder()
@@ -76,6 +77,7 @@ class JobStatus:
         num_workers: living worker groups that serve its queue.
         paused: whether its queue is paused.
         error: why it failed or was canceled.
+        blocked: why the last worker that took a chunk gave it back, until somebody takes one again.
         after: the job whose end this one waits for, "" for none (any more).
         start_at: when this job may start, Unix seconds of the server's clock; None when it may.
     """
@@ -96,6 +98,7 @@ class JobStatus:
     num_workers: int
     paused: bool
     error: str
+    blocked: str = ""
     after: str = ""
     start_at: float | None = None
 
@@ -129,7 +132,9 @@ class JobStatus:
             return f"its time, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.start_at))}"
         if self.paused and self.state in (JobState.QUEUED, JobState.RUNNING):
             return "the queue is paused"
-        return "" if self.num_workers else f"no worker for {self.spec.model}"
+        if not self.num_workers:
+            return f"no worker for {one_line(self.spec.model)}"
+        return self.blocked if not self.leases else ""
 
 
 def decode_spec(fields: dict[bytes, bytes], job_id: str) -> JobSpec:
@@ -170,6 +175,7 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
         num_deaths=int(fields.get(b"deaths", 0)),
         num_workers=num_workers,
         paused=bool(paused),
+        blocked=fields.get(b"blocked", b"").decode(),
         error=(fields.get(b"error") or fields.get(b"canceled", b"")).decode(),
         after=fields[b"after"].decode() if is_held else "",
         start_at=int(fields[b"start_ms"]) / 1000 if is_held and int(fields[b"start_ms"]) else None,

@@ -1,7 +1,8 @@
 """A job that is ready to be queued: its input read to the end and checked, its chunks encoded and kept in a file.
 
 Nothing of a job goes to Redis before all of it is known to be good. In between it is here, and memory stays flat
-whatever the input's size. Knows nothing of Redis. Called by the client and the command line.
+whatever the input's size. A chunk's payload holds its rows, or, of a large input, where its rows are. Knows nothing of
+Redis. Called by the client and the command line.
 """
 
 from __future__ import annotations
@@ -17,23 +18,33 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from minisgl_batch.errors import InvalidParameterError, OutputError, UsageError
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
-from minisgl_jobs.chunks import chunk_sha256, encode_chunk, iter_chunks
+from minisgl_jobs.chunks import ChunkReference, chunk_sha256, encode_chunk, encode_reference, iter_chunks
 from minisgl_jobs.dataset import check_output
 from minisgl_jobs.faults import FaultLog
+from minisgl_jobs.inputs import Records, open_source
 from minisgl_jobs.keys import is_job_id
-from minisgl_jobs.model import MAX_CHUNK_ROWS, InputInfo, JobSpec, Priority, Row
+from minisgl_jobs.model import MAX_CHUNK_ROWS, InputInfo, InputReference, JobSpec, Priority, Row
+from minisgl_jobs.places import Place, place
+from minisgl_jobs.records import Record
+from minisgl_jobs.references import ChunkReader
 from minisgl_jobs.rows import ReadOptions, RowReader
-from minisgl_jobs.sources import STDIN, object_lines, open_input
+from minisgl_jobs.sources import STDIN, object_lines
 
 Source: TypeAlias = str | os.PathLike[str] | Iterable[Any]
-"""A path, "-" for stdin, or rows as dicts or prompts."""
+"""A path or URL of a file or folder, "-" for stdin, or rows as dicts or prompts."""
+
+Transport: TypeAlias = Literal["auto", "value", "reference"]
+"""Whether rows travel through Redis, or workers read them where they are; by default as MAX_VALUE_BYTES has it."""
 
 DEFAULT_OUTPUTS = "outputs"
 NUM_EXAMPLES = 3
+MAX_VALUE_BYTES = (
+    64 << 20
+)  # of payloads that hold rows; a larger job's rows stay where they are, if workers can read it
 _IN_MEMORY_BYTES = 16 << 20
 _MAX_STEM_CHARS = 40
 
@@ -55,7 +66,8 @@ class Submission:
         self.faults: FaultLog = rows.reader.faults
         self.models: list[str] = rows.reader.models
         self.examples: list[Row] = rows.examples
-        self._chunks = rows.chunks
+        self._checked = rows
+        self._chunks = rows.values if spec.reference is None else rows.references
 
     @property
     def num_bytes(self) -> int:
@@ -66,9 +78,22 @@ class Submission:
         """Each chunk and its payload, as `JobQueue.append` takes them."""
         return enumerate(self._chunks)
 
+    def chunks(self) -> Iterator[list[Row]]:
+        """The rows of each chunk; an input that is left where it is is read once more.
+
+        Raises:
+            InputUnreachableError: that can't be read any more.
+        """
+        reader = ChunkReader()
+        try:
+            for chunk, payload in self.payloads():
+                yield reader.read(self.spec, chunk, payload).rows
+        finally:
+            reader.close()
+
     def close(self) -> None:
-        """Remove the file."""
-        self._chunks.close()
+        """Remove the files."""
+        self._checked.close()
 
     def __enter__(self) -> Submission:
         return self
@@ -92,6 +117,7 @@ def prepare(
     token_ids: bool = False,
     overwrite: bool = False,
     job_id: str | None = None,
+    transport: Transport = "auto",
 ) -> Submission:
     """Read an input to its end and check all of it; nothing is queued or changed.
 
@@ -106,15 +132,15 @@ def prepare(
     folder = output_folder(output, job_id)
     _check_arguments(source, model, chunk_rows, seed, job_id)
     level = _priority(priority)
-    check_output(folder, overwrite=overwrite)
+    check_output(folder, job_id=job_id, overwrite=overwrite)
     read = read or ReadOptions()
     if isinstance(source, str | os.PathLike):
-        with open_input(source) as lines:
-            rows = _CheckedRows(lines.name, lines, read, chunk_rows)
-            info = lines.info()
+        with open_source(source, read.columns) as records:
+            rows = _CheckedRows(records.name, records, read, chunk_rows, transport, records)
+            info, uri = records.info(), records.uri
     else:
-        rows = _CheckedRows("rows", object_lines(source), read, chunk_rows)
-        info = InputInfo()
+        rows = _CheckedRows("rows", object_lines(source), read, chunk_rows, transport)
+        info, uri = InputInfo(), ""
     spec = JobSpec(
         job_id=job_id,
         model=model,
@@ -130,8 +156,21 @@ def prepare(
         chat=rows.examples[0].messages is not None,
         input=info,
         rows_sha256=rows.sha256,
+        reference=_reference(uri, read) if rows.is_reference else None,
+        kept=rows.kept,
     )
     return Submission(spec, rows, overwrite=overwrite)
+
+
+def _reference(uri: str, read: ReadOptions) -> InputReference:
+    return InputReference(
+        uri,
+        template=read.template,
+        prompt_column=read.prompt_column,
+        messages_column=read.messages_column,
+        keep_columns=read.keep_columns,
+        chat=read.chat,
+    )
 
 
 def new_job_id(source: Source) -> str:
@@ -139,21 +178,21 @@ def new_job_id(source: Source) -> str:
     name = "rows"
     if isinstance(source, str | os.PathLike):
         path = os.fspath(source)
-        name = "stdin" if path == STDIN else Path(path).name.lstrip(".").partition(".")[0]
+        name = "stdin" if path == STDIN else Path(path.rstrip("/")).name.lstrip(".").partition(".")[0]
     stem = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:_MAX_STEM_CHARS] or "rows"
     return f"{stem}-{time.strftime('%Y%m%d')}-{secrets.token_hex(4)}"
 
 
-def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Path:
-    """The absolute path of a job's output folder, by default `outputs/<job_id>` here.
+def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
+    """A job's output folder, a local one as an absolute path; by default `outputs/<job_id>` here.
 
     Raises:
-        InvalidParameterError: it isn't a local folder's name.
+        InvalidParameterError: it isn't a folder's name, or a URL that nothing installed here writes to.
     """
-    name = os.fspath(output) if output is not None else os.path.join(DEFAULT_OUTPUTS, job_id)
-    if not name or "\0" in name or re.match(r"[a-z][a-z0-9+.-]+://", name):
-        raise InvalidParameterError("output", f"must be a local folder, got {name!r}")
-    return Path(os.path.abspath(os.path.expanduser(name)))
+    try:
+        return place(output if output is not None else os.path.join(DEFAULT_OUTPUTS, job_id))
+    except UsageError as error:
+        raise InvalidParameterError("output", str(error)) from None
 
 
 def _check_arguments(source: Source, model: str, chunk_rows: int, seed: int | None, job_id: str) -> None:
@@ -178,25 +217,61 @@ def _priority(priority: Priority | str) -> Priority:
 
 
 class _CheckedRows:
-    """The rows of an input after they were all read."""
+    """The rows of an input after they were all read.
 
-    def __init__(self, name: str, lines: Iterable[bytes], options: ReadOptions, chunk_rows: int) -> None:
+    Attributes:
+        values, references: payloads of all chunks; those that hold rows are given up when they become too large.
+        is_reference: whether the references are to be used.
+        kept: types of the kept columns.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        records: Iterable[Record],
+        options: ReadOptions,
+        chunk_rows: int,
+        transport: Transport,
+        source: Records | None = None,
+    ) -> None:
+        """
+        Args:
+            source: knows where the records are, if they come from files.
+        """
         self.reader = RowReader(name, options)
-        self.chunks = _ChunkFile()
+        self.values, self.references = _ChunkFile(), _ChunkFile()
         self.examples: list[Row] = []
+        self.is_reference = transport == "reference"
+        can_refer = source is not None and bool(source.uri)
+        if self.is_reference and not can_refer:
+            raise InvalidParameterError("by_reference", f"workers can't read {name} themselves: give a file")
         self._sha256 = hashlib.sha256()
         try:
-            for rows in iter_chunks(self.reader.rows(lines), chunk_rows):
+            for rows in iter_chunks(self.reader.rows(records, source), chunk_rows):
                 self.examples += rows[: NUM_EXAMPLES - len(self.examples)]
-                self.chunks.add(encode_chunk(rows))
-                self._sha256.update(chunk_sha256(rows).encode())
+                kept = self.reader.kept.take()
+                sha256 = chunk_sha256(rows, kept)
+                self._sha256.update(sha256.encode())
+                if can_refer and source is not None:
+                    faulty = [row for row in rows if row.error is not None]
+                    self.references.add(encode_reference(ChunkReference(*source.mark(), bytes.fromhex(sha256), faulty)))
+                if not self.is_reference:
+                    self.values.add(encode_chunk(rows, kept))
+                    self.is_reference = can_refer and transport == "auto" and self.values.num_bytes > MAX_VALUE_BYTES
+                    if self.is_reference:
+                        self.values.clear()
+            self.kept = self.reader.kept.schema()
         except BaseException:
-            self.chunks.close()
+            self.close()
             raise
 
     @property
     def sha256(self) -> str:
         return self._sha256.hexdigest()
+
+    def close(self) -> None:
+        self.values.close()
+        self.references.close()
 
 
 class _ChunkFile:
@@ -223,6 +298,12 @@ class _ChunkFile:
         self._file.seek(0)
         for size in self._sizes:
             yield self._file.read(size)
+
+    def clear(self) -> None:
+        """Forget all payloads."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._sizes, self.num_bytes = array("Q"), 0
 
     def close(self) -> None:
         with suppress(OSError):  # the file is closed; what had no room in it isn't wanted any more

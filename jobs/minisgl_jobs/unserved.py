@@ -8,18 +8,18 @@ for one.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import redis
 
-from minisgl_batch.errors import JobStateError, OutputError
+from minisgl_batch.errors import JobStateError, OutputError, UsageError
 from minisgl_jobs.dataset import output_owner, read_manifest
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import JobState
 from minisgl_jobs.outbox import FinalisingJob, Outbox
-from minisgl_jobs.parts import pending_name, scan_parts
+from minisgl_jobs.parts import output_place, pending_name, scan_parts
+from minisgl_jobs.places import Place
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.status import JobStatus
 from minisgl_jobs.tasks import forget_start
@@ -57,16 +57,16 @@ def _finalise(outbox: Outbox, status: JobStatus) -> None:
     if job is None:
         return
     try:
-        if _is_all_here(job, Path(job.spec.output)):
+        if _is_all_here(job, output_place(job.spec.output)):
             finalise(outbox, status.job_id, status.epoch)
         elif job.is_canceled and not job.num_done and not job.left_over:
             # Nothing of it was ever written anywhere.
             outbox.finish(status.job_id, status.epoch, JobState.CANCELED, error=job.cancel_reason)
-    except OutputError as error:
+    except (OutputError, UsageError) as error:  # such as a store that this machine has no package for
         logger.warning("job %s waits for a worker to finalise it: %s", status.job_id, error)
 
 
-def _is_all_here(job: FinalisingJob, folder: Path) -> bool:
+def _is_all_here(job: FinalisingJob, folder: Place) -> bool:
     """Whether the folder is the job's, and not another one of this name on another machine: all parts are in it."""
     manifest = read_manifest(folder)
     owner = output_owner(folder) or (manifest.job_id if manifest is not None else "")

@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-from minisgl_batch.cli.console import count, duration, one_line, print_fields, print_line, size, talk
+from minisgl_batch.cli.console import print_fields, print_line, talk
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.worker import missing_engine_modules
 from minisgl_batch.errors import RedisUnavailableError, RequestError
 from minisgl_batch.hub import model_path
-from minisgl_jobs.chunks import decode_chunk
+from minisgl_batch.words import count, duration, one_line, size
 from minisgl_jobs.model import JobSpec, Row
 from minisgl_jobs.submission import Submission
 
@@ -76,8 +76,8 @@ def count_tokens(submission: Submission) -> TokenCounts:
     spec = submission.spec
     tokenizer = ModelTokenizer.load(model_path(spec.model, weights=False))
     counts = TokenCounts(context=tokenizer.max_len)
-    for _, payload in submission.payloads():
-        rows = [row for row in decode_chunk(payload) if row.error is None]
+    for chunk in submission.chunks():
+        rows = [row for row in chunk if row.error is None]
         encoded = tokenizer.encode_inputs([row.input for row in rows], system=spec.system)
         for row, ids in zip(rows, encoded, strict=True):
             try:

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from minisgl_batch.child_process import (
     ChildBeat,
+    ChildDelivered,
     ChildFailed,
     ChildProcess,
     ChildReady,
@@ -59,7 +60,7 @@ class LocalWorker:
                 return info
             case ChildFailed(message, _, exit_code):
                 raise WorkerError(message, exit_code=exit_code)
-            case ChildBeat() | ChildSuspects():
+            case ChildBeat() | ChildSuspects() | ChildDelivered():
                 return None
             case None:
                 raise WorkerError(f"the worker {self._process.describe_end()}")

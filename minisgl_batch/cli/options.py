@@ -20,8 +20,9 @@ _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _REAL: dict[str, Any] = {"type": float, "metavar": "X"}
 _SAMPLING_FIELDS = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "ignore_eos")
-_READ_FIELDS = ("system", "template", "chat", "limit", "on_error")
+_READ_FIELDS = ("system", "template", "prompt_column", "messages_column", "chat", "limit", "on_error")
 _SUBMISSION_FIELDS = ("model", "output", "seed", "chunk_rows", "token_ids", "overwrite", "job_id")
+_TRANSPORTS: dict[bool | None, str] = {None: "auto", True: "reference", False: "value"}
 
 
 def _all(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
@@ -43,6 +44,18 @@ def job_shell_complete(ctx: click.Context, _param: click.Parameter, incomplete: 
     with suppress(MiniSGLError), Client(url) as client:
         return [job.job_id for job in client.jobs(limit=1000) if job.job_id.startswith(incomplete)]
     return []
+
+
+def number_between(low: float, high: float) -> Callable[[str], float]:
+    """A number as an option's type; unlike click's own it refuses NaN."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:
+            raise click.BadParameter(f"{text} is not between {low:g} and {high:g}")
+        return value
+
+    return number
 
 
 redis_option = click.option(
@@ -90,6 +103,7 @@ engine_options = _all(
     ),
     _engine_option("--tp", "Ranks that share the model, each with a device of its own.", default=1, **_COUNT),
     _engine_option("--check-ranks", "Compare what the ranks run every N steps.", default=0, hidden=True, **_NUMBER),
+    _engine_option("--pynccl/--no-pynccl", "Between GPUs, use NCCL from Python, or torch's.", default=True),
     _engine_option("--dummy-weights", "Random weights, for benchmarks.", is_flag=True),
     _engine_option("--device", "Where to compute.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
     _engine_option("--served-model-name", "What jobs call the model.", metavar="NAME"),
@@ -108,10 +122,13 @@ sampling_options = _all(
 )
 
 input_options = _all(
-    click.option("-o", "--output", metavar="DIR", help="Folder of the dataset.  [default: outputs/JOB]"),
+    click.option("-o", "--output", metavar="DIR", help="Folder or URL of the dataset.  [default: outputs/JOB]"),
     click.option("--overwrite", is_flag=True, help="Remove a dataset that is in the output folder."),
     click.option("--system", metavar="TEXT", help="System message for rows that have none."),
     click.option("--template", metavar="TEXT", help="Make each prompt from the row's fields: 'Translate: {text}'."),
+    click.option("--prompt-column", metavar="NAME", help="The column that holds the prompts."),
+    click.option("--messages-column", metavar="NAME", help="The column that holds chat messages."),
+    click.option("--keep-columns", metavar="A,B", help="Columns to copy to the output."),
     click.option(
         "--chat/--no-chat",
         default=None,
@@ -133,6 +150,11 @@ input_options = _all(
         default=256,
         show_default=True,
         help="Rows per Parquet part.",
+    ),
+    click.option(
+        "--by-reference/--by-value",
+        default=None,
+        help="Let workers read the rows where they are, or send them through Redis.  [default: send up to 64 MiB]",
     ),
     click.option("--token-ids", is_flag=True, help="Write the output_token_ids column."),
     click.option("--job-id", metavar="NAME", help="Name the job.  [default: the file's name and the date]"),
@@ -167,6 +189,8 @@ def prepare_options(options: dict[str, Any]) -> dict[str, Any]:
     """
     from minisgl_jobs.rows import ReadOptions
 
-    read = ReadOptions(**{name: options[name] for name in _READ_FIELDS})
+    keep = tuple((options["keep_columns"] or "").split(",")) if options["keep_columns"] else ()
+    read = ReadOptions(**{name: options[name] for name in _READ_FIELDS}, keep_columns=keep)
     rest = {name: options[name] for name in _SUBMISSION_FIELDS}
+    rest["transport"] = _TRANSPORTS[options["by_reference"]]
     return {**rest, "params": sampling_params(options), "read": read}

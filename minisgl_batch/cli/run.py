@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import IO, Any, NoReturn
 
 import click
 
-from minisgl_batch.cli.console import INTERRUPTED, talk
+from minisgl_batch.cli.console import INTERRUPTED, print_json, talk
 from minisgl_batch.cli.local_worker import LocalWorker
 from minisgl_batch.cli.options import (
     engine_options,
     input_options,
+    json_option,
     model_option,
     prepare_options,
     redis_option,
@@ -23,10 +25,12 @@ from minisgl_batch.cli.options import (
 from minisgl_batch.cli.progress import follow
 from minisgl_batch.cli.report import exit_code, report
 from minisgl_batch.cli.service import open_redis
+from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.submit import tell_of_input
 from minisgl_batch.cli.worker import describe_engine, require_engine, worker_options
 from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.errors import JobStateError, OutputError, WorkerError
+from minisgl_jobs.parts import output_place
 from minisgl_jobs.submission import Submission, prepare
 from minisgl_workers.options import WorkerOptions
 
@@ -41,12 +45,16 @@ WORKER_LOG = "_worker.log"  # data tools pass over names with a leading undersco
 @engine_options
 @redis_option
 @click.option("--verbose", is_flag=True, help="Show the worker's log.  [default: to OUTPUT/_worker.log]")
+@json_option
 @click.pass_context
-def run(ctx: click.Context, /, source: str, redis_url: str | None, verbose: bool, **options: Any) -> None:
+def run(
+    ctx: click.Context, /, source: str, redis_url: str | None, verbose: bool, as_json: bool, **options: Any
+) -> None:
     """Turn a file of prompts into a dataset, all in one.
 
-    FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines; plain, gzip
-    or zstd; "-" is standard input. Prints the folder of the Parquet dataset. Ctrl-C cancels; finished rows stay.
+    FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines, or a table
+    (CSV, Parquet, Arrow), plain, gzip or zstd. It may be a path, a URL such as s3://bucket/rows.parquet, a folder of
+    files, or "-" for standard input. Prints the folder of the Parquet dataset. Ctrl-C cancels; finished rows stay.
     """
     require_engine()
     served_name = options["served_model_name"] or options["model"]
@@ -61,7 +69,10 @@ def run(ctx: click.Context, /, source: str, redis_url: str | None, verbose: bool
             report(job, status, submission.examples)
     if is_interrupted:
         talk("to run all rows, start again with --overwrite or another --output")
-    click.echo(status.spec.output)
+    if as_json:
+        print_json(status_record(status))
+    else:
+        click.echo(status.spec.output)
     ctx.exit(INTERRUPTED if is_interrupted else exit_code(status.state))
 
 
@@ -69,7 +80,9 @@ def _run_job(
     client: Client, submission: Submission, options: WorkerOptions, *, verbose: bool
 ) -> tuple[JobHandle, bool]:
     """Run the job to its end; tells whether that was by a Ctrl-C."""
-    output = Path(submission.spec.output)
+    output = output_place(submission.spec.output)
+    if not isinstance(output, Path):  # a log isn't written to an object store line by line
+        output = Path(tempfile.gettempdir()) / f"minisgl-{submission.spec.job_id}"
     with _worker_log(output, verbose) as log:
         try:
             with LocalWorker(options, log) as worker:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from minisgl_batch.cli.console import count, print_json, show_faults, talk
+from minisgl_batch.cli.console import print_json, show_faults, talk
 from minisgl_batch.cli.dry_run import dry_run
 from minisgl_batch.cli.options import (
     input_options,
@@ -23,6 +23,7 @@ from minisgl_batch.cli.report import exit_code, report
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.times import parse_moment
 from minisgl_batch.client import JobHandle
+from minisgl_batch.words import count
 from minisgl_jobs.model import Priority
 from minisgl_jobs.status import JobStatus
 from minisgl_jobs.submission import Submission, prepare
@@ -62,8 +63,9 @@ def submit(
 ) -> None:
     """Check a file of prompts and queue it as a job.
 
-    FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines; plain, gzip
-    or zstd; "-" is standard input. Prints the job's id. Nothing is queued when any row can't be used.
+    FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines, or a table
+    (CSV, Parquet, Arrow), plain, gzip or zstd. It may be a path, a URL such as s3://bucket/rows.parquet, a folder of
+    files, or "-" for standard input. Prints the job's id. Nothing is queued when any row can't be used.
 
     With --after, the job starts when the other one has ended finished or partial; when that fails, is canceled or is
     gone, this one is canceled, and its status says why.

@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import islice
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from minisgl_batch.client.handle import JobHandle
+from minisgl_batch.client.progress import measure
+from minisgl_batch.client.show import Overview
 from minisgl_batch.errors import (
     InvalidParameterError,
     JobNotFoundError,
@@ -29,10 +31,12 @@ from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, rele
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, Priority
+from minisgl_jobs.parts import output_place
+from minisgl_jobs.places import Place
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
-from minisgl_jobs.submission import Source, Submission, prepare
+from minisgl_jobs.submission import Source, Submission, Transport, prepare
 from minisgl_jobs.tasks import forget_start, hold, task_queue
 
 logger = logging.getLogger(__name__)
@@ -68,6 +72,9 @@ class Client:
         params: SamplingParams | None = None,
         system: str | None = None,
         template: str | None = None,
+        prompt_column: str | None = None,
+        messages_column: str | None = None,
+        keep_columns: Sequence[str] = (),
         chat: bool | None = None,
         limit: int | None = None,
         on_error: Literal["fail", "record"] = "fail",
@@ -77,6 +84,7 @@ class Client:
         token_ids: bool = False,
         overwrite: bool = False,
         job_id: str | None = None,
+        transport: Transport = "auto",
         after: str | None = None,
         start_at: datetime | None = None,
         **fields: Any,
@@ -84,11 +92,12 @@ class Client:
         """Read an input, check all of it, and queue it as one job. Nothing is queued when anything is wrong.
 
         Args:
-            source: a JSONL file's path (gzip and zstd too), "-" for stdin, or rows as dicts or prompts.
+            source: a path or URL of a JSONL, CSV, Parquet or Arrow file or of a folder of them, "-" for stdin, or rows
+                as dicts or prompts.
             model: the name that workers serve it as.
-            output: a folder that the workers see; by default `outputs/<job id>` here.
+            output: a folder or URL that the workers see; by default `outputs/<job id>` here.
             params: sampling of rows that don't say otherwise.
-            system, template, chat, limit, on_error: see `ReadOptions`.
+            system, template, prompt_column, messages_column, keep_columns, chat, limit, on_error: see `ReadOptions`.
             priority: "high", "normal" or "low".
             chunk_rows: rows per unit of delivery, which is one Parquet part.
             seed: makes the samples of rows without a seed of their own repeatable.
@@ -96,6 +105,8 @@ class Client:
             overwrite: remove a dataset that is in the output folder.
             job_id: a name for the job, by default one with the input's name and the date. Submitting the same job (also
                 the same `seed`) under the same name again changes nothing.
+            transport: "value" sends the rows through Redis, "reference" lets workers read them where they are; by
+                default rows of up to 64 MiB, compressed, are sent.
             after: start when this job has ended finished or partial. When it fails or is canceled, so is the new one.
             start_at: don't start before this time (without a zone: local time).
             **fields: sampling fields one by one, such as `max_tokens=16`, over `params`.
@@ -111,7 +122,16 @@ class Client:
         """
         if after is not None:
             self.check_predecessor(after)
-        read = ReadOptions(system=system, template=template, chat=chat, limit=limit, on_error=on_error)
+        read = ReadOptions(
+            system=system,
+            template=template,
+            prompt_column=prompt_column,
+            messages_column=messages_column,
+            keep_columns=tuple(keep_columns),
+            chat=chat,
+            limit=limit,
+            on_error=on_error,
+        )
         with prepare(
             source,
             model=model,
@@ -124,6 +144,7 @@ class Client:
             token_ids=token_ids,
             overwrite=overwrite,
             job_id=job_id,
+            transport=transport,
         ) as submission:
             job = self.submit_prepared(submission, after=after, start_at=start_at)
         self.warn_if_unserved(model)
@@ -133,7 +154,7 @@ class Client:
         self, submission: Submission, *, after: str | None = None, start_at: datetime | None = None
     ) -> JobHandle:
         """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis."""
-        spec, folder = submission.spec, Path(submission.spec.output)
+        spec, folder = submission.spec, output_place(submission.spec.output)
         if after is not None:
             self.check_predecessor(after)
         if submission.overwrite:
@@ -175,7 +196,7 @@ class Client:
         if after and not held.start(spec.job_id):  # it has ended in this moment
             forget_start(self._redis, spec.job_id)
 
-    def _refuse_running_output(self, folder: Path, job_id: str) -> None:
+    def _refuse_running_output(self, folder: Place, job_id: str) -> None:
         """Raise JobStateError if another job is about to write to a folder that is to be overwritten."""
         owner = output_owner(folder)
         if owner in ("", job_id):
@@ -234,6 +255,12 @@ class Client:
     def workers(self, *, model: str | None = None) -> list[WorkerInfo]:
         """The living worker groups, of one model or of all."""
         return self._queue.workers(model=model)
+
+    def overview(self, *, model: str | None = None, limit: int = 20) -> Overview:
+        """The newest jobs and the living workers, of one model or of all: how far they are."""
+        workers = self._queue.workers(model=model)
+        jobs = self._queue.jobs(model=model, limit=limit)
+        return Overview([measure(job, workers) for job in jobs], workers)
 
     def close(self) -> None:
         """Close the connection; handles of jobs end with it."""

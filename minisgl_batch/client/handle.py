@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 import pyarrow as pa
 import redis
@@ -14,8 +13,10 @@ from minisgl_batch.errors import JobStateError, JobTimeoutError, OutputError, Re
 from minisgl_jobs.dataset import remove_dataset, reopen_dataset
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.job_results import JobResults
+from minisgl_jobs.kept import kept_schema
 from minisgl_jobs.keys import queue_name
-from minisgl_jobs.model import JobState, RowResult
+from minisgl_jobs.model import JobSpec, JobState, RowResult
+from minisgl_jobs.parts import output_place
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.reader import OUTAGE_S, Event, TokenReader
 from minisgl_jobs.results import result_schema, table_to_results
@@ -51,7 +52,8 @@ class JobHandle:
 
     def progress(self) -> Progress:
         """How far the job is."""
-        return measure(self._queue, self.status())
+        status = self.status()
+        return measure(status, self._queue.workers(model=status.spec.model) if status.leases else ())
 
     def watch(self, poll_s: float = POLL_S) -> Iterator[Progress]:
         """The job's progress every `poll_s`, until it has ended. Puts up with a Redis that is away for two minutes.
@@ -112,7 +114,7 @@ class JobHandle:
         status = self.status()
         if status.state is not JobState.PARTIAL:
             raise JobStateError(f"job {self.id} can't be retried: it is {status.state.value}, not partial")
-        folder = Path(status.spec.output)
+        folder = output_place(status.spec.output)
         if folder.is_dir():
             reopen_dataset(folder, self.id)
         self._queue.retry(self.id)
@@ -131,7 +133,7 @@ class JobHandle:
         status = self.status()
         if not status.state.is_final:
             raise JobStateError(f"job {self.id} is {status.state.value}: cancel it before it is purged")
-        folder = Path(status.spec.output)
+        folder = output_place(status.spec.output)
         if output and not folder.is_dir():
             raise OutputError(f"{folder} isn't on this machine (any more): purge job {self.id} without its output")
         if output:
@@ -162,7 +164,7 @@ class JobHandle:
     def results(self, *, partial: bool = False) -> pa.Table:
         """The results as an Arrow table. Arguments and errors as `batches`."""
         batches = list(self.batches(partial=partial))
-        schema = batches[0].schema if batches else result_schema(token_ids=self.status().spec.token_ids)
+        schema = batches[0].schema if batches else _schema(self.status().spec)
         return pa.Table.from_batches(batches, schema)
 
     def rows(self, *, partial: bool = False) -> Iterator[RowResult]:
@@ -181,3 +183,8 @@ class JobHandle:
             OutputError: the output folder isn't on this machine, or is damaged.
         """
         return self._results.batches(partial=partial)
+
+
+def _schema(spec: JobSpec) -> pa.Schema:
+    fields = [*result_schema(token_ids=spec.token_ids), *kept_schema(spec.kept)]
+    return pa.schema(fields)

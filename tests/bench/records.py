@@ -15,14 +15,14 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def record(bench: str, measured: dict[str, Any], *, save: bool) -> None:
+def record(bench: str, measured: dict[str, Any], *, save: bool, module: str = "") -> None:
     """Print a result, and with `save` append it to the bench's file."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     line = json.dumps(
         {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "commit": commit.stdout.strip(),
-            "command": f"python -m tests.bench {bench} {shlex.join(sys.argv[1:])}".strip(),
+            "command": f"python -m {module or f'tests.bench {bench}'} {shlex.join(sys.argv[1:])}".strip(),
             "machine": machine(),
             "load": round(os.getloadavg()[0], 1),
             **measured,

@@ -318,6 +318,9 @@ def test_a_folder_is_the_output_of_one_job_at_a_time(tmp_path: Path) -> None:
         claim_output(folder, "b")
     with pytest.raises(OutputError, match="the output of job a, which hasn't ended: choose another folder"):
         check_output(folder)
+    check_output(folder, job_id="a")  # the same job once more
+    with pytest.raises(OutputError, match="the output of job a"):
+        check_output(folder, job_id="b")
     check_output(folder, overwrite=True)
     release_output(folder, "b")
     assert os.listdir(folder) == [OWNER]

@@ -120,7 +120,7 @@ def test_job_ids_tell_where_rows_are_from(source: Any, expected: str) -> None:
     assert job_id != new_job_id(source)
 
 
-@pytest.mark.parametrize("output", ["", "s3://bucket/out", "a\0b"])
+@pytest.mark.parametrize("output", ["", "nope://bucket/out", "a\0b"])
 def test_outputs_that_are_no_folders(output: str) -> None:
     with pytest.raises(InvalidParameterError, match=r"^output: "):
         output_folder(output, "job")

@@ -31,10 +31,12 @@ class EchoGroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     spool_log: str = ""
 
 
-def start_echo_group(redis_url: str, *, engine: EchoConfig | None = None, **options: Any) -> Command:
+def start_echo_group(
+    redis_url: str, *, engine: EchoConfig | None = None, variables: dict[str, str] | None = None, **options: Any
+) -> Command:
     """A group that serves MODEL, in a process of its own; its frontend has the demo model's tokenizer."""
     config = EchoGroupConfig(redis_url=redis_url, engine=engine or EchoConfig(), **options)
-    return Command(msgspec.json.encode(config).decode(), module="tests.workers.echo_group")
+    return Command(msgspec.json.encode(config).decode(), module="tests.workers.echo_group", **(variables or {}))
 
 
 def main(config: EchoGroupConfig) -> int:

@@ -108,14 +108,18 @@ def test_a_group_that_dies_too_often_ends(tmp_path: Path) -> None:
     assert toy.command.stdout.endswith("rank was killed by SIGKILL\n")
 
 
-def test_deaths_over_suspect_rows_do_not_count(tmp_path: Path) -> None:
-    toy = Group(tmp_path, max_failures=0)
+@pytest.mark.parametrize(("order", "max_failures"), [("suspect", 0), ("deliver", 1)])
+def test_deaths_over_suspect_rows_or_after_some_work_do_not_add_up(
+    tmp_path: Path, order: str, max_failures: int
+) -> None:
+    toy = Group(tmp_path, max_failures=max_failures)
     with toy.command:
-        toy.wait_ready()
-        toy.tell("frontend", "suspect")
-        wait_for("the order's execution", lambda: not (tmp_path / "frontend.do").exists())
-        toy.tell("rank", "exit")
-        toy.wait_ready(2)
+        for num_starts in (1, 2):
+            toy.wait_ready(num_starts)
+            toy.tell("frontend", order)
+            wait_for("the order's execution", lambda: not (tmp_path / "frontend.do").exists())
+            toy.tell("rank", "exit")
+        toy.wait_ready(3)
 
 
 def test_a_rank_that_hangs_takes_the_group_down(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def main(config: ToyConfig, status: StatusPipe) -> None:
                 sys.exit(3)
             case "leave":
                 sys.exit(0)
+            case "deliver":
+                status.delivered()
             case "suspect":
                 status.suspects(True)
             case "hang":

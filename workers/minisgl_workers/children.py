@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_batch.child_process import ChildBeat, ChildFailed, ChildPlan, ChildProcess, ChildReady, ChildSuspects
+from minisgl_batch.child_process import (
+    ChildBeat,
+    ChildDelivered,
+    ChildFailed,
+    ChildPlan,
+    ChildProcess,
+    ChildReady,
+    ChildSuspects,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +62,7 @@ class Children:
         hang_s: a child that beats and doesn't get on for so long hangs.
         failure: why the group has failed; None while it lives.
         has_left: the frontend ended in order.
+        has_delivered: something came of its work.
         suspects: a child works on what has killed its like before.
     """
 
@@ -61,6 +70,7 @@ class Children:
     hang_s: float
     failure: ChildFailed | None = None
     has_left: bool = False
+    has_delivered: bool = False
     suspects: bool = False
     _children: list[_Child] = field(default_factory=list)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -137,6 +147,8 @@ class Children:
                     child.progress, child.got_on = progress, time.monotonic()
             case ChildSuspects(suspects):
                 self.suspects = suspects
+            case ChildDelivered():
+                self.has_delivered = True
             case ChildFailed() as failure:
                 return self._lost(child, process, failure)
             case None if child is self._children[0] and process.ended_in_order:

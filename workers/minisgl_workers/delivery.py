@@ -12,19 +12,19 @@ import secrets
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from minisgl_batch.errors import OutputError, RedisFullError, RedisUnavailableError
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.leases import ChunkQueue, Commit, Lease, Renewal
 from minisgl_jobs.outbox import Outbox
-from minisgl_jobs.parts import commit_part
-from minisgl_jobs.retry import results_to_keep
+from minisgl_jobs.parts import commit_part, output_place
+from minisgl_jobs.places import Place
 from minisgl_jobs.scripts import redis_errors
 from minisgl_jobs.spool import encode_result
 from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.tasks import TaskQueue, dispatch_finalise, dispatch_starts
 from minisgl_workers.lease_keeper import LeaseKeeper
+from minisgl_workers.loading import ChunkLoader
 from minisgl_workers.part_writer import PartWriter, discard
 from minisgl_workers.work import ChunkWork
 
@@ -37,6 +37,7 @@ TASKS_S = 1.0  # between looks for jobs that are to be started, or whose finalis
 AWAY_S = 0.5  # between tries while Redis is away
 FULL_S = 2.0  # between tries while Redis is full
 IDLE_S = 0.5
+LOADING_S = 0.01  # between looks while an idle group waits for a chunk's rows
 LAST_WRITES_S = 5.0
 
 
@@ -50,12 +51,20 @@ class Delivery:
     """
 
     def __init__(
-        self, queue: ChunkQueue, keeper: LeaseKeeper, outbox: Outbox, tasks: TaskQueue, *, low_water: int
+        self,
+        queue: ChunkQueue,
+        keeper: LeaseKeeper,
+        outbox: Outbox,
+        tasks: TaskQueue,
+        *,
+        low_water: int,
+        loader: ChunkLoader | None = None,
     ) -> None:
         """
         Args:
             keeper: renews the leases.
             low_water: take chunks while fewer samples than this are unfinished.
+            loader: reads the chunks' rows; by default from wherever a job says.
         """
         self._queue = queue
         self._keeper = keeper
@@ -63,9 +72,11 @@ class Delivery:
         self._tasks = tasks
         self._held = HeldJobs(tasks.connection, outbox.queue)
         self._low_water = low_water
+        self._loader = loader or ChunkLoader()
         self._writer = PartWriter()
-        self._written: list[tuple[ChunkWork, Path]] = []  # on disk, to be committed
+        self._written: list[tuple[ChunkWork, Place]] = []  # on disk, to be committed
         self._unconfirmed: list[Lease] = []  # renames that Redis wasn't told of
+        self._unread: list[tuple[Lease, str]] = []  # chunks whose rows can't be read here, and why
         self.works: list[ChunkWork] = []
         self.stopped: list[ChunkWork] = []
         self.spooled: list[tuple[ChunkWork, tuple[int, int]]] = []
@@ -85,7 +96,7 @@ class Delivery:
             self._commit,
             partial(self._heartbeat, info),
         ]
-        duties += [self._fire_tasks, *([self._take] if take else [])]
+        duties += [self._fire_tasks, self._begin_loaded, *([self._take] if take else [])]
         try:
             for duty in duties:
                 self._do(duty)
@@ -98,6 +109,9 @@ class Delivery:
 
     def wait_for_work(self) -> None:
         """On an idle group: sleep until there may be a chunk to take, for half a second at most."""
+        if self._loader.leases:
+            self._loader.wait(LOADING_S)
+            return
         try:
             self._queue.wait_for_work(IDLE_S)
         except RedisUnavailableError as error:
@@ -124,11 +138,12 @@ class Delivery:
             self._commit_written()
             for work in self.works:
                 self._spool_work(work)
-            self._queue.handback(work.lease for work in self.works)
+            self._queue.handback([*(work.lease for work in self.works), *self._loader.leases])
             self._queue.leave()
         except (RedisUnavailableError, RedisFullError) as error:
             logger.warning("%d chunks were not handed back, their leases run out: %s", len(self.works), error)
         self.works.clear()
+        self._loader.close()
         self._keeper.stop()
 
     # ------------------------------------------------------------- duties
@@ -151,6 +166,10 @@ class Delivery:
         by_token = {work.lease.token: work for work in self.works}
         for lease, renewal in self._keeper.news():
             work = by_token.get(lease.token)
+            if work is None and self._loader.forget(lease):
+                self._keeper.remove(lease)
+                self._queue.handback([lease])  # a lost one is passed over
+                self._due["tasks"] = 0.0
             if work is None or work.is_stopped:
                 continue
             if renewal is Renewal.LOST:
@@ -224,7 +243,7 @@ class Delivery:
             self._commit_part(*self._written[0])
             del self._written[0]  # only now: when Redis is away it is tried again
 
-    def _commit_part(self, work: ChunkWork, pending: Path) -> None:
+    def _commit_part(self, work: ChunkWork, pending: Place) -> None:
         """A part is on disk: commit its chunk."""
         lease = work.lease
         if work.is_stopped:
@@ -239,7 +258,7 @@ class Delivery:
         self.spooled.extend((work, key) for key in work.unspooled)
         self._due["tasks"] = 0.0
         try:
-            commit_part(Path(lease.spec.output), lease.chunk, lease.epoch, lease.token)
+            commit_part(output_place(lease.spec.output), lease.chunk, lease.epoch, lease.token)
         except OutputError as error:
             logger.error("finalise will do this rename: %s", error)
         else:
@@ -261,22 +280,36 @@ class Delivery:
         # A call that got no answer is repeated with its token, or its chunk would wait for the lease to run out.
         while self._has_room():
             asked = time.monotonic()
-            lease = self._queue.take(self._take_token)
+            lease = self._queue.take(self._take_token, avoid=self._loader.avoided)
             if lease is None:
-                return
+                break
             self._take_token = secrets.token_hex(16)
-            work = ChunkWork(lease)
-            if lease.epoch > 0:
-                work.keep(results_to_keep(Path(lease.spec.output), lease.chunk, work.input_sha256))
             self._keeper.add(lease, asked)
-            self.works.append(work)
+            self._loader.start(lease)
+        if not self.works and self._loader.leases:
+            self._loader.wait(LOADING_S)
+            self._begin_loaded()
+
+    def _begin_loaded(self) -> None:
+        """Chunks whose rows have been read may run; those that can't be read here go back."""
+        works, unread = self._loader.loaded()
+        self.works += works
+        self._unread += unread
+        while self._unread:
+            lease, reason = self._unread[0]
+            self._queue.handback([lease], reason=reason)
+            self._keeper.remove(lease)
+            del self._unread[0]  # only now: when Redis is away it is tried again
 
     def _has_room(self) -> bool:
         if not self.works:
             self._is_full = False
-        if self._is_full or self._writer.is_behind or any(work.lease.is_solo for work in self.works):
+        loading = self._loader.leases
+        is_solo = any(lease.is_solo for lease in [*loading, *(work.lease for work in self.works)])
+        if self._is_full or self._writer.is_behind or is_solo:
             return False  # nowhere to put results, or a chunk that must be alone
-        return sum(work.num_left for work in self.works) < self._low_water
+        num_loading = sum(len(lease.rows) * (lease.spec.params.n or 1) for lease in loading)
+        return sum(work.num_left for work in self.works) + num_loading < self._low_water
 
     def _drop(self, work: ChunkWork) -> None:
         self._let_go(work)

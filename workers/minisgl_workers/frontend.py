@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +71,7 @@ class Frontend:
 
     Attributes:
         num_rounds: of the loop, which never rests for longer than a call of Redis takes.
-        suspects: a chunk that has killed workers runs, alone. Told to `on_suspicion` when it changes.
+        suspects: a chunk that has killed workers runs, alone.
     """
 
     def __init__(
@@ -82,11 +81,12 @@ class Frontend:
         link: FrontendSide,
         tokenizer: ModelTokenizer,
         info: WorkerInfo,
-        on_suspicion: Callable[[bool], None],
+        status: StatusPipe,
     ) -> None:
         self.num_rounds = 0
         self.suspects = False
-        self._on_suspicion = on_suspicion
+        self._has_delivered = False
+        self._status = status
         self._delivery = delivery
         self._publishing = publishing
         self._link = link
@@ -136,6 +136,9 @@ class Frontend:
         for work in self._delivery.stopped:
             self._stop_samples([sample for sample in self._running.values() if sample.work is work])
         self._delivery.stopped.clear()
+        if self._delivery.spooled and not self._has_delivered:
+            self._has_delivered = True
+            self._status.delivered()
         self._publishing.ends(self._delivery.spooled)
         self._delivery.spooled.clear()
         self._publishing.tick(self._delivery.works, self._running, self._outputs)
@@ -159,7 +162,7 @@ class Frontend:
         suspects = len(works) == 1 and works[0].lease.is_solo
         if suspects != self.suspects:
             self.suspects = suspects
-            self._on_suspicion(suspects)
+            self._status.suspects(suspects)
         for work in works:
             if work.lease.is_solo and len(works) > 1:
                 continue
@@ -273,7 +276,7 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
         description=ready.description,
     )
     publishing = Publishing(TokenPublisher(client, options.model))
-    frontend = Frontend(delivery, publishing, link, tokenizer, info, status.suspects)
+    frontend = Frontend(delivery, publishing, link, tokenizer, info, status)
     signal.signal(signal.SIGTERM, lambda *_: frontend.drain(options.drain_s))
     queue.heartbeat(info)  # who is told that this group serves finds it among the workers
     status.ready(engine=ready.description, max_seq_len=ready.max_seq_len, num_pages=ready.num_pages)
@@ -283,6 +286,11 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     link.close()
 
 
+def tidy_up(config: FrontendConfig) -> None:
+    """Behind a killed supervisor; of the group's processes it is this one that does it."""
+    remove_socket_directory(Path(config.socket_directory))
+
+
 def _wait_for_engine(link: FrontendSide) -> Ready:
     (ready,) = link.receive(None)
     assert isinstance(ready, Ready)
@@ -290,5 +298,4 @@ def _wait_for_engine(link: FrontendSide) -> Ready:
 
 
 if __name__ == "__main__":
-    # Of the group's processes it is this one that tidies up behind a killed supervisor.
-    run_child("frontend", FrontendConfig, main, lambda config: remove_socket_directory(Path(config.socket_directory)))
+    run_child("frontend", FrontendConfig, main, tidy_up)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 
 from minisgl_batch.errors import OutputError
-from minisgl_jobs.parts import PartInfo, remove_file, write_part
+from minisgl_jobs.kept import add_columns
+from minisgl_jobs.parts import PartInfo, output_place, remove_file, write_part
+from minisgl_jobs.places import Place
 from minisgl_jobs.results import results_to_table
 from minisgl_workers.work import ChunkWork
 
@@ -30,7 +31,7 @@ class PartWriter:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parquet")
-        self._writing: dict[ChunkWork, Future[Path]] = {}
+        self._writing: dict[ChunkWork, Future[Place]] = {}
         self._refused: list[ChunkWork] = []
         self._retry_at = 0.0
         self._remind_at = 0.0
@@ -51,7 +52,7 @@ class PartWriter:
                 return
         self._writing[work] = self._thread.submit(_write, work)
 
-    def written(self) -> list[tuple[ChunkWork, Path]]:
+    def written(self) -> list[tuple[ChunkWork, Place]]:
         """Chunks that are on disk under their pending names since the last call; each comes once."""
         done = []
         for work, writing in list(self._writing.items()):
@@ -89,7 +90,7 @@ class PartWriter:
             self._refused.insert(0, work)
 
 
-def discard(pending: Path) -> None:
+def discard(pending: Place) -> None:
     """Remove a part that won't be committed."""
     try:
         remove_file(pending)
@@ -97,10 +98,11 @@ def discard(pending: Path) -> None:
         logger.warning("finalise will remove this: %s", error)
 
 
-def _write(work: ChunkWork) -> Path:
+def _write(work: ChunkWork) -> Place:
     """In the writer's thread: the part of a complete chunk, under its pending name."""
     lease = work.lease
-    table = results_to_table(work.results.values(), token_ids=lease.spec.token_ids)
+    results = results_to_table(work.results.values(), token_ids=lease.spec.token_ids)
+    table = add_columns(results, work.kept, lease.rows.start, lease.spec.kept)
     info = PartInfo(
         job_id=work.job_id,
         chunk=lease.chunk,
@@ -108,4 +110,4 @@ def _write(work: ChunkWork) -> Path:
         input_sha256=work.input_sha256,
         num_rows=table.num_rows,
     )
-    return write_part(Path(lease.spec.output), table, info, lease.token)
+    return write_part(output_place(lease.spec.output), table, info, lease.token)

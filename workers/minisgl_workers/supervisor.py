@@ -41,7 +41,7 @@ class GroupPlan:
         drain_s: how long the frontend lets what runs go on.
         drain_margin_s: how long it may take after that, for its last calls of Redis, which may be slow or away.
         hang_s: a process that has work and doesn't get on for so long is taken for hanging.
-        max_failures: deaths in a row after which the supervisor gives up.
+        max_failures: deaths in a row, with nothing done in between, after which the supervisor gives up.
     """
 
     children: Callable[[Path], Sequence[ChildPlan]]
@@ -79,8 +79,10 @@ class Supervisor:
                 if self._num_signals:
                     logger.error("%s while it was stopping; what was under way runs again elsewhere", failure.message)
                     return
-                if not children.suspects:  # rows that kill their worker are found and given up: that takes some deaths
-                    num_failures = 1 if time.monotonic() - started > STABLE_AFTER_S else num_failures + 1
+                if children.has_delivered or time.monotonic() - started > STABLE_AFTER_S:
+                    num_failures = 1
+                elif not children.suspects:  # rows that kill their worker are found and given up: it takes some deaths
+                    num_failures += 1
                 if not self._was_ready or num_failures > self._plan.max_failures:
                     raise WorkerError(failure.message, exit_code=failure.exit_code)
                 delay_s = backoff_s(max(1, num_failures))

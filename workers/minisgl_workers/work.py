@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
-from minisgl_batch.errors import QueueError, RequestError
+from minisgl_batch.errors import RequestError
 from minisgl_batch.tokenizer import SampleOutput
-from minisgl_jobs.chunks import chunk_sha256, decode_chunk
 from minisgl_jobs.leases import Lease
 from minisgl_jobs.model import Row, RowError, RowResult
+from minisgl_jobs.references import ChunkRows
 from minisgl_jobs.results import check_complete, samples_of
 from minisgl_jobs.spool import decode_result
 
@@ -25,24 +25,22 @@ class ChunkWork:
     Attributes:
         lease: the right to it.
         input_sha256: what identifies its rows.
+        kept: input columns for the output.
         results: (row, sample) -> result of all that is finished.
         unspooled: keys of results that Redis hasn't got yet.
         is_stopped: its rows run no more, and nothing of it will be committed.
         is_written: its part is on disk under its pending name.
     """
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, chunk: ChunkRows) -> None:
         self.lease = lease
+        self.input_sha256 = chunk.sha256
+        self.kept = chunk.kept
         self.results: dict[tuple[int, int], RowResult] = {}
         self.unspooled: list[tuple[int, int]] = []
         self.is_stopped = False
         self.is_written = False
-        try:
-            rows = decode_chunk(lease.payload)
-            self.input_sha256 = chunk_sha256(rows)
-        except QueueError as error:
-            rows = [Row(index, error=RowError("damaged_payload", str(error))) for index in lease.rows]
-            self.input_sha256 = ""
+        rows = chunk.rows
         self._num_samples = {row.row_index: samples_of(row, lease.spec.params) for row in rows}
         self._left = dict(self._num_samples)
         for encoded in lease.spooled.values():

@@ -6,11 +6,16 @@
 -- ARGV[3]  lease_ms
 -- ARGV[4]  schema    version of the job records that this worker reads
 -- ARGV[5]  engine    JSON about this worker's engine, kept with a job that starts here
+-- ARGV[6...]         jobs that this worker can't do at the moment
 --
 -- Returns {'none', ms until the next lease ends, or -1}
 -- or {'lease', job, chunk, attempt, epoch, spec, payload, poison, spool as fields and values}.
 
 local token, worker, lease_ms, schema, engine = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
+local avoid, num_avoided = {}, #ARGV - 5
+for i = 6, #ARGV do
+  avoid[ARGV[i]] = true
+end
 local REPEAT_TTL_MS = 60000
 local MAX_LOOKS = 64 -- entries that can't be handed out, in one call; the next call goes on
 
@@ -29,6 +34,7 @@ local function grant(job, chunk)
   local attempt = string.format('%.0f', now_us)
   redis.call('HSET', job_key(job, 'live'), chunk, token .. ' ' .. attempt .. ' ' .. worker)
   redis.call('ZADD', key.lease, now_ms + lease_ms, job .. '|' .. chunk)
+  redis.call('HDEL', job_key(job), 'blocked')
   redis.call('SET', take_key(worker), token .. ' ' .. job .. ' ' .. chunk, 'PX', REPEAT_TTL_MS)
   return describe(job, chunk, attempt)
 end
@@ -76,9 +82,21 @@ local function take_over(paused)
       finalise_when_over(job)
     elseif fields[1] == 'canceling' then
       drop_canceled(job, chunk)
-    elseif fields[1] == 'running' and fields[2] == schema and not paused then
+    elseif fields[1] == 'running' and fields[2] == schema and not paused and not avoid[job] then
       count_death(job, chunk)
       return grant(job, chunk)
+    end
+  end
+end
+
+-- The first job of a ring that this worker can do, from a score on, and its score.
+local function first_from(priority, score)
+  local found = redis.call(
+    'ZRANGEBYSCORE', ring_key(priority), score, '+inf', 'WITHSCORES', 'LIMIT', 0, num_avoided + 1
+  )
+  for i = 1, #found, 2 do
+    if not avoid[found[i]] then
+      return found[i], tonumber(found[i + 1])
     end
   end
 end
@@ -86,12 +104,12 @@ end
 -- The job whose turn it is. A new job goes to the front, but after a new one comes the old one that waited longest, so
 -- that a flood of small jobs can't hold back a big one.
 local function next_job(priority)
-  local first = redis.call('ZRANGE', ring_key(priority), 0, 0, 'WITHSCORES')
-  local job, is_new = first[1], first[1] and tonumber(first[2]) < 0
+  local job, score = first_from(priority, '-inf')
+  local is_new = job and score < 0
   if is_new and redis.call('EXISTS', turn_key(priority)) == 1 then
-    local old = redis.call('ZRANGEBYSCORE', ring_key(priority), 0, '+inf', 'LIMIT', 0, 1)
-    if old[1] then
-      return old[1], false
+    local old = first_from(priority, 0)
+    if old then
+      return old, false
     end
   end
   return job, is_new

@@ -172,7 +172,7 @@ def test_models_that_openai_lines_name(run_cli: RunCli, client: redis.Redis, tmp
         (["--model", MODEL, "--max-tokens", "0"], "--max-tokens: must be between 1 and"),
         (["--model", MODEL, "--template", "no field"], "--template: "),
         (["--model", MODEL, "--job-id", "a b"], "--job-id: must be up to 128 letters"),
-        (["--model", MODEL, "--output", "s3://x"], "--output: must be a local folder"),
+        (["--model", MODEL, "--output", "nope://x"], "--output: nope://x can't be used"),
         (["--model", MODEL, "--system", "x", "--no-chat"], "--system: needs chat messages"),
         (["--model", ""], "--model: is empty"),
         ([], "Missing option '--model'"),

@@ -1,0 +1,105 @@
+"""Reads CSV and TSV files record by record; a record may go over several lines. Called by `inputs.py`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from minisgl_batch.errors import InvalidInputError
+from minisgl_jobs.faults import FieldError
+from minisgl_jobs.model import InputInfo
+from minisgl_jobs.records import TableRow, check_columns, settings_columns, tidy
+from minisgl_jobs.sources import MAX_LINE_BYTES, Input, csv_separator
+
+_SEPARATORS = ",;\t|"
+
+
+class CsvFile:
+    """One file as a `RecordFile`. Its first line names the columns; its positions are bytes.
+
+    Raises:
+        InvalidInputError: it has no header, or lacks a column.
+    """
+
+    def __init__(self, lines: Input, *, wanted: Mapping[str, str], keep: Sequence[str]) -> None:
+        """Arguments as `TableFile`."""
+        csv.field_size_limit(MAX_LINE_BYTES)  # of this process; the default of 128 KiB refuses long documents
+        self.line = 0
+        self._lines = lines
+        self._num_lines = 0
+        self._text = self._decoded()
+        self._records = csv.reader(self._text, delimiter=_separator(lines.head()), strict=True)
+        self._columns = self._header()
+        check_columns(lines.name, self._columns, wanted, keep)
+        self._used = [*wanted, *settings_columns(self._columns, wanted)]
+        self._keep = keep
+        self.position = lines.position
+
+    def __iter__(self) -> Iterator[TableRow]:
+        while True:
+            self.line = self._num_lines + 1
+            try:
+                cells = next(self._records)
+                record = self._record(cells)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                problem = f"isn't CSV: {error}"
+                record = TableRow({}, FieldError("", problem, "close the quotes, and double those inside a cell"))
+            except UnicodeDecodeError:
+                record = TableRow({}, FieldError("", "isn't UTF-8", "save the file as UTF-8"))
+                self._text = self._decoded()
+                self._records = csv.reader(self._text, self._records.dialect)
+            self.position = self._lines.position
+            if record is not None:
+                yield record
+
+    @property
+    def lines_read(self) -> int:
+        return self._num_lines
+
+    def skip_to(self, position: int, lines_read: int) -> None:
+        """Go on with the record that begins at byte `position`."""
+        self._lines.skip_to(position)
+        self.position, self._num_lines = position, lines_read
+
+    def info(self) -> InputInfo:
+        return self._lines.info()
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _record(self, cells: list[str]) -> TableRow | None:
+        """None for a blank line."""
+        if not cells:
+            return None
+        if len(cells) != len(self._columns):
+            problem = f"has {len(cells)} cells, and the header names {len(self._columns)} columns"
+            return TableRow({}, FieldError("", problem, "quote cells that hold separators or line breaks"))
+        row = dict(zip(self._columns, cells, strict=True))
+        values = {name: tidied for name in self._used if (tidied := tidy(name, row[name], is_text=True)) is not None}
+        return TableRow(values, texts=tuple(json.dumps(row[name], ensure_ascii=False) for name in self._keep))
+
+    def _header(self) -> list[str]:
+        try:
+            columns = next(self._records, None)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise InvalidInputError(f"{self._lines.name} isn't CSV in UTF-8: {error}") from None
+        if not columns or not all(columns) or len(set(columns)) != len(columns):
+            raise InvalidInputError(
+                f"{self._lines.name} must begin with a line that names its columns, each once; it begins with {columns}"
+            )
+        return columns
+
+    def _decoded(self) -> Iterator[str]:
+        for line in self._lines:
+            self._num_lines += 1
+            yield line.decode("utf-8-sig" if self._num_lines == 1 else "utf-8")
+
+
+def _separator(head: bytes) -> str:
+    """What the header is separated by."""
+    first: Any = head.partition(b"\n")[0].decode(errors="replace")
+    return csv_separator(head) or max(_SEPARATORS, key=first.count)

@@ -1,0 +1,134 @@
+"""What files of every format give to the row reader: a line of JSON, or the values of a table's row.
+
+Knows nothing of files. Called by the readers of the formats; `rows.py` makes rows of records.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import pyarrow as pa
+
+from minisgl_batch.errors import InvalidInputError
+from minisgl_jobs.faults import FieldError
+from minisgl_jobs.fields import PROMPT_FIELDS, ROW_FIELDS, SAMPLING_FIELDS, nearest
+from minisgl_jobs.model import InputInfo
+
+_TEXTS = {"custom_id", "model", "prompt"}
+_MAX_COLUMNS_NAMED = 12
+
+
+class TableRow(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        values: of the columns that make the row; null columns are left out.
+        problem: why it can't be used.
+        texts: cells that are copied to the output, as JSON, where the table has no types.
+        kept: the columns that are copied to the output, of all rows that were read with this one, where it has.
+        number: which of these rows this is.
+    """
+
+    values: dict[str, Any]
+    problem: FieldError | None = None
+    texts: tuple[str, ...] = ()
+    kept: pa.RecordBatch | None = None
+    number: int = 0
+
+
+Record: TypeAlias = bytes | TableRow
+
+
+class RecordFile(Protocol):
+    """An open file of any format: iterate over its records, from where it stands.
+
+    Attributes:
+        position: of the next record, in bytes or rows; a file that is opened again can `skip_to` it.
+        line: where the last record begins, from 1; of tables, the row's number.
+        lines_read: up to `position`.
+    """
+
+    position: int
+    line: int
+
+    @property
+    def lines_read(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def skip_to(self, position: int, lines_read: int) -> None: ...
+    def info(self) -> InputInfo: ...
+    def close(self) -> None: ...
+
+
+def check_columns(name: str, columns: Collection[str], wanted: Mapping[str, str], keep: Collection[str]) -> None:
+    """Make sure that a table can be used before any of its rows is looked at.
+
+    Args:
+        name: the file's.
+        columns: those it has.
+        wanted: column that makes the prompts -> the option that names it; without any, one must be called as a row's
+            field.
+        keep: columns that are copied to the output.
+
+    Raises:
+        InvalidInputError: a column is missing.
+    """
+    shown = ", ".join(list(columns)[:_MAX_COLUMNS_NAMED]) + (", ..." if len(columns) > _MAX_COLUMNS_NAMED else "")
+    for column, option in {**dict.fromkeys(keep, "--keep-columns"), **wanted}.items():
+        if column not in columns:
+            near = nearest(column, frozenset(columns), cutoff=0.7)
+            hint = f"; did you mean {near}?" if near else ""
+            raise InvalidInputError(f"{name} has no column {column!r}, which {option} names; it has {shown}{hint}")
+    if not wanted and not any(field in columns for field in PROMPT_FIELDS):
+        raise InvalidInputError(
+            f"{name} has none of the columns {', '.join(PROMPT_FIELDS)}; it has {shown}: name one with "
+            "--prompt-column or --messages-column, or make prompts with --template"
+        )
+
+
+def settings_columns(columns: Collection[str], wanted: Collection[str]) -> list[str]:
+    """The columns that mean something by their name, beside those that make the prompts by an option."""
+    taken = {*wanted, *PROMPT_FIELDS} if wanted else set()
+    return [column for column in columns if column in ROW_FIELDS and column not in taken]
+
+
+def tidy(column: str, value: Any, *, is_text: bool) -> Any:
+    """A cell as the row reader takes it; None for one that holds nothing.
+
+    Tables have no optional fields, so null, NaN and, in CSV, the empty text are "not given"; numbers that must be whole
+    may be whole floats, as a column with nulls has them; what isn't text in CSV is written as JSON.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, str):
+        if column in ("messages", "prompt_token_ids") or (column in SAMPLING_FIELDS and (is_text or column == "stop")):
+            return _parsed(column, value)
+        if column in ("metadata", "sampling_params"):
+            return _parsed(column, value) if value else None
+        return None if is_text and not value and column in ROW_FIELDS and column != "prompt" else value
+    if isinstance(value, float) and column in SAMPLING_FIELDS and value.is_integer():
+        return int(value)
+    if column in _TEXTS and isinstance(value, int):
+        return str(value)
+    return without_nulls(value)
+
+
+def without_nulls(value: Any) -> Any:
+    """A nested value without the fields that Arrow adds to structs that lack them."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _parsed(column: str, text: str) -> Any:
+    """JSON where a text holds it; the text itself is then refused with the field's own message."""
+    if not text:
+        return None
+    if column == "stop" and not text.startswith("["):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,211 @@
+"""Reads Parquet and Arrow files row by row, from any row on, without ever holding more than a batch.
+
+Knows nothing of prompts. Called by `inputs.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from minisgl_jobs.model import InputInfo
+from minisgl_jobs.places import Place, num_bytes, open_binary
+from minisgl_jobs.records import TableRow, check_columns, settings_columns, tidy
+from minisgl_jobs.sources import reading
+
+PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+BATCH_ROWS = 512
+_HASH_BYTES = 1 << 20
+
+
+def is_table(head: bytes) -> bool:
+    """Whether a file that begins so is one of Parquet or Arrow."""
+    return head.startswith((PARQUET, ARROW_FILE, ARROW_STREAM))
+
+
+class TableFile:
+    """One file as a `RecordFile`. Its positions are row numbers from 0.
+
+    Raises:
+        InvalidInputError: it is damaged, or lacks a column.
+    """
+
+    def __init__(
+        self,
+        path: Place,
+        name: str,
+        head: bytes,
+        *,
+        wanted: Mapping[str, str],
+        keep: Sequence[str],
+        hashed: bool = True,
+    ) -> None:
+        """
+        Args:
+            name: the file's in messages.
+            head: its first bytes.
+            wanted: column that makes the prompts -> the option that names it; without any, columns mean what they are
+                called.
+            keep: columns that are copied to the output.
+            hashed: whether `info` is to tell the SHA-256; of remote files it never does, which would read them twice.
+        """
+        self.position = 0
+        self.line = 0
+        self._name = name
+        self._path = path
+        self._hashed = hashed
+        self._keep = list(keep)
+        with reading(name):
+            self._raw = open_binary(path)
+            try:
+                self._table = _open(pa.PythonFile(self._raw, mode="r"), path, head)
+            except BaseException:
+                self._raw.close()
+                raise
+        columns = self._table.schema.names
+        check_columns(name, columns, wanted, keep)
+        self._used = [*wanted, *settings_columns(columns, wanted)]
+        self._columns = list(dict.fromkeys([*self._used, *self._keep]))
+        self._batches: Iterator[pa.RecordBatch] | None = None
+        self._current: pa.RecordBatch | None = None  # which rows are given from, from `_offset` on
+        self._offset = 0
+        self._schema = pa.schema([_plain(self._table.schema.field(name)) for name in keep])
+
+    def __iter__(self) -> Iterator[TableRow]:
+        with reading(self._name):
+            while self._current is not None or self._advance():
+                yield from self._rows()
+
+    @property
+    def lines_read(self) -> int:
+        return self.position
+
+    def skip_to(self, position: int, lines_read: int) -> None:
+        """Go on with the row at `position`, which isn't before the present one."""
+        with reading(self._name):
+            if self._batches is None:
+                self._batches = self._table.batches(position, self._columns)
+            else:
+                self._skip(position - self.position)
+        self.position, self.line = position, lines_read
+
+    def info(self) -> InputInfo:
+        """The file's size and, of a local file, its hash."""
+        with reading(self._name):
+            digest = _sha256(self._path) if self._hashed and isinstance(self._path, Path) else ""
+            return InputInfo(self._name, digest, num_bytes(self._path))
+
+    def close(self) -> None:
+        self._raw.close()
+
+    def _advance(self) -> bool:
+        """Go on to the next batch; False at the end."""
+        if self._batches is None:
+            self._batches = self._table.batches(self.position, self._columns)
+        self._current, self._offset = next(self._batches, None), 0
+        return self._current is not None
+
+    def _skip(self, num_rows: int) -> None:
+        while num_rows and (self._current is not None or self._advance()):
+            assert self._current is not None
+            step = min(num_rows, self._current.num_rows - self._offset)
+            self._offset += step
+            num_rows -= step
+            if self._offset == self._current.num_rows:
+                self._current = None
+
+    def _rows(self) -> Iterator[TableRow]:
+        """The rest of the current batch."""
+        batch = self._current
+        assert batch is not None
+        if self._offset == batch.num_rows:
+            self._current = None
+        values = {name: _cells(batch.column(name)) for name in self._used}
+        kept = None
+        if self._keep:
+            arrays = [batch.column(field.name).cast(field.type) for field in self._schema]
+            kept = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        for number in range(self._offset, batch.num_rows):
+            tidied = {name: tidy(name, cells[number], is_text=False) for name, cells in values.items()}
+            row = {name: value for name, value in tidied.items() if value is not None}
+            self._offset = number + 1
+            self.position += 1
+            self.line = self.position
+            if self._offset == batch.num_rows:
+                self._current = None
+            yield TableRow(row, kept=kept, number=number)
+
+
+class _Parquet:
+    def __init__(self, file: Any) -> None:
+        self._file = pq.ParquetFile(file)
+        self.schema: pa.Schema = self._file.schema_arrow
+
+    def batches(self, start: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        metadata = self._file.metadata
+        group = 0
+        while group < metadata.num_row_groups and start >= metadata.row_group(group).num_rows:
+            start -= metadata.row_group(group).num_rows
+            group += 1
+        groups = list(range(group, metadata.num_row_groups))
+        yield from _from(start, self._file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns))
+
+
+class _Arrow:
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+        self.schema: pa.Schema = reader.schema
+
+    def batches(self, start: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        reader = self._reader
+        found = (reader.get_batch(i) for i in range(reader.num_record_batches)) if _is_file(reader) else iter(reader)
+        for batch in _from(start, found):
+            chosen = batch.select(columns)
+            yield from (chosen.slice(row, BATCH_ROWS) for row in range(0, chosen.num_rows, BATCH_ROWS))
+
+
+def _is_file(reader: Any) -> bool:
+    return isinstance(reader, pa.ipc.RecordBatchFileReader)
+
+
+def _open(file: Any, path: Place, head: bytes) -> _Parquet | _Arrow:
+    if head.startswith(PARQUET):
+        return _Parquet(file)
+    source = pa.memory_map(str(path)) if isinstance(path, Path) else file
+    return _Arrow(pa.ipc.open_file(source) if head.startswith(ARROW_FILE) else pa.ipc.open_stream(source))
+
+
+def _from(start: int, batches: Any) -> Iterator[pa.RecordBatch]:
+    """The batches from a row on."""
+    for batch in batches:
+        if start < batch.num_rows:
+            yield batch.slice(start)
+        start = max(0, start - batch.num_rows)
+
+
+def _cells(column: pa.Array) -> list[Any]:
+    """The values as JSON has them; dates, decimals and the like as text."""
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+        column = column.cast(pa.string())
+    cells: list[Any] = column.to_pylist()
+    return cells
+
+
+def _plain(field: pa.Field) -> pa.Field:
+    """Without its dictionary, which differs between files."""
+    kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+    return pa.field(field.name, kind)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,19 @@
+"""The short form of `make chaos`: each kind of process is struck, and the job comes out whole."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.attack import Attack, check
+from tests.chaos.world import World
+
+
+@pytest.mark.chaos
+def test_rows_out_are_rows_in_whatever_dies(tmp_path_factory: pytest.TempPathFactory, rng: random.Random) -> None:
+    folder: Path = tmp_path_factory.mktemp("chaos")
+    with World(folder, num_rows=4000, chunk_rows=32, lease_s=1.5, step_s=0.02) as world:
+        summary = Attack(world, rng, num_rounds=1, num_restarts=1, pause_s=2.0, end_s=200).run()
+    check(summary)
