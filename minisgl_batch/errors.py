@@ -94,17 +94,25 @@ class QueueError(MiniSGLError):
 class RedisUnavailableError(QueueError):
     """Raised when Redis can't be reached, refuses the login or is too old."""
 
+    exit_code = 4
+
 
 class RedisFullError(QueueError):
     """Raised when Redis has no room (memory or disk) for what was to be added; nothing was changed."""
+
+    exit_code = 4
 
 
 class SchemaVersionError(QueueError):
     """Raised when a job was written by a release whose records this one can't read."""
 
+    exit_code = 5
+
 
 class JobNotFoundError(QueueError):
     """Raised when no job has the given id (finished jobs expire)."""
+
+    exit_code = 3
 
 
 class JobStateError(QueueError):

@@ -231,6 +231,8 @@ class JobQueue:
         Raises:
             JobNotFoundError: none has.
         """
+        if not is_job_id(job_id):  # it could name another key
+            raise JobNotFoundError(f"no job {job_id[:200]!r}: an id is up to 128 letters, digits, '_' and '-'")
         # There are few queues, and asking them all can't be out of date as an index of jobs could.
         queues = [QueueKeys(queue) for queue in self.queues()]
         with redis_errors():

@@ -10,9 +10,10 @@ from types import TracebackType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from minisgl_batch.cli.console import duration, stderr_console, talk
+from minisgl_batch.cli.console import stderr_console, talk
 from minisgl_batch.client import JobHandle, Progress
 from minisgl_batch.errors import WorkerError
+from minisgl_batch.words import duration
 from minisgl_jobs.status import JobStatus
 
 POLL_S = 0.2

@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import Any, Literal
 
 from minisgl_batch.client.handle import JobHandle
+from minisgl_batch.client.progress import measure
+from minisgl_batch.client.show import Overview
 from minisgl_batch.errors import (
     InvalidParameterError,
     JobNotFoundError,
@@ -277,6 +279,12 @@ class Client:
     def workers(self, *, model: str | None = None) -> list[WorkerInfo]:
         """The living worker groups, of one model or of all."""
         return self._queue.workers(model=model)
+
+    def overview(self, *, model: str | None = None, limit: int = 20) -> Overview:
+        """The newest jobs and the living workers, of one model or of all: how far they are."""
+        workers = self._queue.workers(model=model)
+        jobs = self._queue.jobs(model=model, limit=limit)
+        return Overview([measure(job, workers) for job in jobs], workers)
 
     def close(self) -> None:
         """Close the connection; handles of jobs end with it."""

@@ -52,7 +52,8 @@ class JobHandle:
 
     def progress(self) -> Progress:
         """How far the job is."""
-        return measure(self._queue, self.status())
+        status = self.status()
+        return measure(status, self._queue.workers(model=status.spec.model) if status.leases else ())
 
     def watch(self, poll_s: float = POLL_S) -> Iterator[Progress]:
         """The job's progress every `poll_s`, until it has ended. Puts up with a Redis that is away for two minutes.
