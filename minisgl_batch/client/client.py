@@ -8,17 +8,22 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+import pyarrow as pa
 
 from minisgl_batch.client.handle import JobHandle
 from minisgl_batch.client.progress import measure
 from minisgl_batch.client.show import Overview
 from minisgl_batch.errors import (
+    InvalidInputError,
     InvalidParameterError,
     JobNotFoundError,
     JobStateError,
@@ -93,8 +98,8 @@ class Client:
         """Read an input, check all of it, and queue it as one job. Nothing is queued when anything is wrong.
 
         Args:
-            source: a path or URL of a JSONL, CSV, Parquet or Arrow file or of a folder of them, "-" for stdin, or rows
-                as dicts or prompts.
+            source: a path or URL of a JSONL, CSV, Parquet or Arrow file or of a folder of them, "-" for stdin, rows as
+                dicts or prompts, or a table (of pyarrow, pandas, polars: anything with an Arrow stream).
             model: the name that workers serve it as.
             output: a folder or URL that the workers see; by default `outputs/<job id>` here.
             params: sampling of rows that don't say otherwise.
@@ -133,21 +138,24 @@ class Client:
             limit=limit,
             on_error=on_error,
         )
-        with prepare(
-            source,
-            model=model,
-            output=output,
-            params=_sampling(params, fields),
-            read=read,
-            priority=priority,
-            chunk_rows=chunk_rows,
-            seed=seed,
-            token_ids=token_ids,
-            overwrite=overwrite,
-            job_id=job_id,
-            transport=transport,
-        ) as submission:
-            job = self.submit_prepared(submission, after=after, start_at=start_at)
+        with ExitStack() as stack:
+            if not isinstance(source, str | os.PathLike) and hasattr(source, "__arrow_c_stream__"):
+                source, transport = stack.enter_context(_as_file(source)), "value"
+            submission = prepare(
+                source,
+                model=model,
+                output=output,
+                params=_sampling(params, fields),
+                read=read,
+                priority=priority,
+                chunk_rows=chunk_rows,
+                seed=seed,
+                token_ids=token_ids,
+                overwrite=overwrite,
+                job_id=job_id,
+                transport=transport,
+            )
+            job = self.submit_prepared(stack.enter_context(submission), after=after, start_at=start_at)
         self.warn_if_unserved(model)
         return job
 
@@ -297,6 +305,24 @@ class Client:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _as_file(table: Any) -> Iterator[str]:
+    """A table as an Arrow file for the time of a submission: read as files are, and never twice in memory."""
+    with tempfile.TemporaryDirectory(prefix="minisgl-") as folder:
+        path = Path(folder) / "table.arrow"
+        try:
+            with (
+                pa.RecordBatchReader.from_stream(table) as reader,
+                pa.OSFile(str(path), "wb") as file,
+                pa.ipc.new_file(file, reader.schema) as writer,
+            ):
+                for batch in reader:
+                    writer.write_batch(batch)
+        except (OSError, pa.ArrowException) as error:
+            raise InvalidInputError(f"the table can't be kept in {folder}: {error}") from error
+        yield str(path)
 
 
 def _sampling(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
