@@ -9,6 +9,7 @@ the supervisor of a worker group and by `LLM` (parent side), and by each child's
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -27,6 +28,8 @@ from minisgl_batch.errors import MiniSGLError, RankLostError
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+DUMP_STACKS_ENV = "MINISGL_DUMP_STACKS"
+"""Set, a child whose parent is gone says where it was."""
 _STATUS_FD_ENV = "MINISGL_STATUS_FD"
 _PR_SET_PDEATHSIG = 1
 Config = TypeVar("Config", bound=msgspec.Struct)
@@ -286,6 +289,8 @@ def _end_with_parent(on_orphaned: Callable[[Config], None] | None, config: Confi
     # What is lost is what any crash loses; a tidy end could hang, for example in a collective without its peers.
     while os.read(sys.stdin.fileno(), 1):
         pass
+    if DUMP_STACKS_ENV in os.environ:
+        faulthandler.dump_traceback()
     try:
         if on_orphaned is not None:
             on_orphaned(config)

@@ -37,6 +37,7 @@ class EngineConfig:
         share_prefixes: attend to a prefix that many rows have once for all of them, where that is faster.
         tp: ranks that share the model, each a process with a device of its own.
         check_ranks: compare what the ranks run every so many steps, to find a fault of ours; 0 never does.
+        pynccl: between GPUs, use NCCL from Python and kernels of our own; else torch.distributed's NCCL.
         dummy_weights: random weights instead of the checkpoint's, for benchmarks.
         device: "cuda", "cpu" or "auto".
     """
@@ -57,6 +58,7 @@ class EngineConfig:
     share_prefixes: bool = True
     tp: int = 1
     check_ranks: int = 0
+    pynccl: bool = True
     dummy_weights: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

@@ -94,17 +94,25 @@ class QueueError(MiniSGLError):
 class RedisUnavailableError(QueueError):
     """Raised when Redis can't be reached, refuses the login or is too old."""
 
+    exit_code = 4
+
 
 class RedisFullError(QueueError):
     """Raised when Redis has no room (memory or disk) for what was to be added; nothing was changed."""
+
+    exit_code = 4
 
 
 class SchemaVersionError(QueueError):
     """Raised when a job was written by a release whose records this one can't read."""
 
+    exit_code = 5
+
 
 class JobNotFoundError(QueueError):
     """Raised when no job has the given id (finished jobs expire)."""
+
+    exit_code = 3
 
 
 class JobStateError(QueueError):
@@ -112,7 +120,16 @@ class JobStateError(QueueError):
 
 
 class JobTimeoutError(QueueError, TimeoutError):
-    """Raised when a job hasn't ended within the time that the caller would wait; it goes on."""
+    """Raised when a job hasn't ended within the time that the caller would wait; it goes on.
+
+    `job_id` names it, and `state` is the state that it was in.
+    """
+
+    def __init__(self, job_id: str, state: str, timeout_s: float) -> None:
+        super().__init__(f"job {job_id} is still {state} after {timeout_s:g} s")
+        self.job_id = job_id
+        self.state = state
+        self.timeout_s = timeout_s
 
 
 class TaskRefusedError(QueueError):

@@ -105,7 +105,7 @@ class LLM:
         model: "demo", a local folder in Hugging Face format, or a hub id.
         seed: makes samples of prompts without a seed of their own repeatable.
         page_size, num_pages, max_running, max_prefill_tokens, max_seq_len, memory_ratio, dtype, attention_backend,
-        cache, overlap, cuda_graph_max_bs, mixed, share_prefixes, tp, check_ranks, dummy_weights, device: see
+        cache, overlap, cuda_graph_max_bs, mixed, share_prefixes, tp, check_ranks, pynccl, dummy_weights, device: see
         `EngineConfig`.
 
     Raises:
@@ -134,6 +134,7 @@ class LLM:
         share_prefixes: bool = True,
         tp: int = 1,
         check_ranks: int = 0,
+        pynccl: bool = True,
         dummy_weights: bool = False,
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
@@ -154,6 +155,7 @@ class LLM:
             share_prefixes=share_prefixes,
             tp=tp,
             check_ranks=check_ranks,
+            pynccl=pynccl,
             dummy_weights=dummy_weights,
             device=device,
         )

@@ -26,11 +26,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu"):
+    needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
+    if needed:
         import torch
 
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA GPU")
+        if torch.cuda.device_count() < needed:
+            pytest.skip("needs a CUDA GPU" if needed == 1 else f"needs {needed} CUDA GPUs")
 
 
 @pytest.fixture

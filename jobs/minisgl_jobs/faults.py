@@ -6,19 +6,17 @@ Knows nothing of how rows are read. Called by the row reader; the command line r
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from minisgl_batch.errors import Fault, InvalidInputError
+from minisgl_batch.words import UNSAFE
 
 MAX_SHOWN = 20
 COLUMNS = ("line", "field", "problem", "what to do")
 
 _MAX_CELL_CHARS = 240
 _MAX_VALUE_CHARS = 40
-# Control characters, lone surrogates, line separators and direction overrides.
-UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class FieldError(Exception):

@@ -10,6 +10,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from minisgl_batch.errors import InvalidParameterError
+
 QUEUES = "mb:queues"
 """Hash: queue -> model, every queue that ever had a job or a worker."""
 
@@ -46,11 +48,18 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 def queue_name(model: str) -> str:
-    """The queue of a served model: its name where that is safe in a key, else a readable form with a hash."""
+    """The queue of a served model: its name where that is safe in a key, else a readable form with a hash.
+
+    Raises:
+        InvalidParameterError: the name can't be written as UTF-8.
+    """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-")[:64]
     if safe and safe == model:
         return safe
-    return f"{safe}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+    try:
+        return f"{safe}-{hashlib.sha256(model.encode()).hexdigest()[:8]}"
+    except UnicodeEncodeError:
+        raise InvalidParameterError("model", f"isn't valid Unicode: {model!r}") from None
 
 
 def is_job_id(job_id: str) -> bool:

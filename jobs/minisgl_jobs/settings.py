@@ -10,7 +10,8 @@ from typing import Any
 
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.sampling_params import SamplingParams
-from minisgl_jobs.faults import UNSAFE, FieldError, kind, show
+from minisgl_batch.words import UNSAFE
+from minisgl_jobs.faults import FieldError, kind, show
 from minisgl_jobs.fields import (
     PROMPT_FIELDS,
     ROW_FIELDS,

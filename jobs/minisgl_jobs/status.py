@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from minisgl_batch.words import one_line
 from minisgl_jobs.model import JobSpec, JobState, check_schema_version
 
 spec_encoder = msgspec.msgpack.Encoder()
@@ -132,7 +133,7 @@ class JobStatus:
         if self.paused and self.state in (JobState.QUEUED, JobState.RUNNING):
             return "the queue is paused"
         if not self.num_workers:
-            return f"no worker for {self.spec.model}"
+            return f"no worker for {one_line(self.spec.model)}"
         return self.blocked if not self.leases else ""
 
 

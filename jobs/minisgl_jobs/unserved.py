@@ -11,7 +11,7 @@ import logging
 
 import redis
 
-from minisgl_batch.errors import JobStateError, OutputError
+from minisgl_batch.errors import JobStateError, OutputError, UsageError
 from minisgl_jobs.dataset import output_owner, read_manifest
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.held import HeldJobs
@@ -62,7 +62,7 @@ def _finalise(outbox: Outbox, status: JobStatus) -> None:
         elif job.is_canceled and not job.num_done and not job.left_over:
             # Nothing of it was ever written anywhere.
             outbox.finish(status.job_id, status.epoch, JobState.CANCELED, error=job.cancel_reason)
-    except OutputError as error:
+    except (OutputError, UsageError) as error:  # such as a store that this machine has no package for
         logger.warning("job %s waits for a worker to finalise it: %s", status.job_id, error)
 
 

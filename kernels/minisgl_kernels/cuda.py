@@ -50,7 +50,17 @@ def _load(device: torch.device) -> LayerKernels | None:
 
 
 def build() -> str:
-    """Compile the kernels, or find them compiled; returns the library's path.
+    """Compile the layer kernels, or find them compiled; returns the library's path.
+
+    Raises:
+        ImportError: there is no tvm-ffi.
+        RuntimeError: the compiler is missing or failed.
+    """
+    return build_library("layer_kernels", LayerKernels._fields)
+
+
+def build_library(library: str, names: tuple[str, ...]) -> str:
+    """Compile `csrc/NAME.cu` of all names into one library, or find it compiled; returns its path.
 
     Raises:
         ImportError: there is no tvm-ffi.
@@ -58,14 +68,14 @@ def build() -> str:
     """
     tvm_ffi_cpp = import_module("tvm_ffi.cpp")
     with as_file(files("minisgl_kernels") / "csrc") as folder:
-        sources = [folder / f"{name}.cu" for name in LayerKernels._fields]
+        sources = [folder / f"{name}.cu" for name in names]
         headers = [folder / "common.cuh", folder / "warp.cuh"]
         text = b"".join(path.read_bytes() for path in sources + headers)
         identity = hashlib.sha256(text).hexdigest()[:16]
         path: str = tvm_ffi_cpp.build(
-            name="layer_kernels",
+            name=library,
             sources=[str(path) for path in sources],
-            build_directory=str(cpp.cache_dir() / f"layer_kernels-{identity}"),
+            build_directory=str(cpp.cache_dir() / f"{library}-{identity}"),
             # An nvcc on the PATH that is a script says nothing about where its libraries are.
             extra_ldflags=["-L/usr/local/cuda/lib64"],
         )

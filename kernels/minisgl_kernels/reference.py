@@ -387,6 +387,14 @@ def sample_filtered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     return tokens.int()
 
 
+def all_reduce(parts: list[torch.Tensor]) -> torch.Tensor:
+    """`one_shot.OneShotAllReduce` of what each rank gives, by rank: summed in float32 in that order, then rounded."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
 def _drawn_rows(rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The rows that aren't greedy: (num_drawn,) int64; their temperatures, (num_drawn, 1), and noise keys."""
     drawn = rows.temperature[rows.slots.long()].nonzero().squeeze(1)

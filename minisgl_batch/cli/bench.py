@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
-from minisgl_batch.child_process import setup_logging
+from minisgl_batch.child_process import DUMP_STACKS_ENV, setup_logging
 from minisgl_batch.cli.options import engine_config, engine_options, model_option
 from minisgl_batch.cli.worker import require_engine
 
@@ -22,7 +24,13 @@ _PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "transforme
 @engine_options
 @click.option("--repeat", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Runs of each.")
 @click.option("--commit", metavar="ID", default="", help="What to say was measured.")
-def bench(workloads: tuple[str, ...], repeat: int, commit: str, **options: Any) -> None:
+@click.option("--json", "file", type=click.File("a"), help="Append the lines to this file, too.")
+@click.option(
+    "--timeout-s", type=click.FloatRange(min=0, min_open=True), help="Say where it hangs and end after this time."
+)
+def bench(
+    workloads: tuple[str, ...], repeat: int, commit: str, file: TextIO | None, timeout_s: float | None, **options: Any
+) -> None:
     """Measure the engine alone on standard workloads.
 
     WORKLOAD is U (nothing in common), S (512 ids in common) or P (2,048 ids in common). MODEL may also be a shape,
@@ -34,6 +42,9 @@ def bench(workloads: tuple[str, ...], repeat: int, commit: str, **options: Any) 
 
     for name in workloads:
         workload(name)  # a wrong name shows before the model is loaded
+    if timeout_s is not None:
+        os.environ[DUMP_STACKS_ENV] = "1"  # for the other ranks
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
     engine = Bench(engine_config(options))
     about = {
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
@@ -44,7 +55,11 @@ def bench(workloads: tuple[str, ...], repeat: int, commit: str, **options: Any) 
     }
     for name in workloads:
         for _ in range(repeat):
-            click.echo(engine.run(name).line(**about))
+            line = engine.run(name).line(**about)
+            click.echo(line)
+            if file is not None:
+                file.write(line + "\n")
+                file.flush()
 
 
 def _version(package: str) -> str:

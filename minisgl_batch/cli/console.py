@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minisgl_batch.errors import Fault, InvalidInputError, MiniSGLError
+from minisgl_batch.words import harmless
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,7 @@ INTERRUPTED = 130
 
 def talk(message: str) -> None:
     """Tell the user something that isn't data."""
-    click.echo(message, err=True)
+    click.echo(harmless(message), err=True)
 
 
 def show_error(error: MiniSGLError) -> None:
@@ -88,6 +89,7 @@ def print_fields(fields: Sequence[tuple[str, str]]) -> None:
 
 def print_line(text: str, *, style: str = "", bold_chars: int = 0) -> None:
     """One line on standard output, whatever its length."""
+    text = harmless(text)
     if not sys.stdout.isatty():
         click.echo(text)
         return
@@ -108,42 +110,6 @@ def stdout_console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, markup=False)
-
-
-def one_line(text: str, max_chars: int | None = None) -> str:
-    """Text of a user or a model as one harmless line: control characters are shown as escapes, such as `\\n`."""
-    from minisgl_jobs.faults import UNSAFE
-
-    text = UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
-    return text if max_chars is None or len(text) <= max_chars else f"{text[: max_chars - 1]}…"
-
-
-def duration(seconds: float) -> str:
-    """Such as `4.2 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
-    if seconds < 9.95:
-        return f"{max(0.0, seconds):.1f} s"
-    whole = round(seconds)
-    for size, unit, smaller_size, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // smaller_size
-            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
-    return f"{whole} s"
-
-
-def size(num_bytes: int) -> str:
-    """Such as `462 bytes`, `12 KiB`, `1.4 GiB`."""
-    if num_bytes < 1024:
-        return count(num_bytes, "byte")
-    amount, units = num_bytes / 1024, iter(("KiB", "MiB", "GiB"))
-    unit = next(units)
-    while amount >= 1000 and (larger := next(units, "")):
-        amount, unit = amount / 1024, larger
-    return f"{amount:.1f} {unit}" if amount < 10 else f"{amount:,.0f} {unit}"
-
-
-def count(number: int, noun: str) -> str:
-    """Such as `1 row` and `1,200 rows`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 class _TalkHandler(logging.Handler):

@@ -10,11 +10,12 @@ from typing import Any
 
 import click
 
-from minisgl_batch.cli.console import count, duration, one_line, print_fields, print_line, size, talk
+from minisgl_batch.cli.console import print_fields, print_line, talk
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.worker import missing_engine_modules
 from minisgl_batch.errors import RedisUnavailableError, RequestError
 from minisgl_batch.hub import model_path
+from minisgl_batch.words import count, duration, one_line, size
 from minisgl_jobs.model import JobSpec, Row
 from minisgl_jobs.submission import Submission
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
-from minisgl_batch.cli.console import duration, print_json, print_table, talk
+from minisgl_batch.cli.console import print_json, print_table, talk
 from minisgl_batch.cli.options import json_option, redis_option
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import status_record
+from minisgl_batch.words import duration, one_line
 
 
 @click.command()
@@ -29,7 +30,7 @@ def jobs(model: str | None, limit: int, redis_url: str | None, as_json: bool) ->
         (
             job.job_id,
             f"{job.state.value} (waiting)" if job.waiting else job.state.value,
-            job.spec.model,
+            one_line(job.spec.model),
             f"{job.rows_done:,}/{job.spec.num_rows:,}",
             f"{job.rows_error:,}",
             f"{duration(job.now - job.created_at)} ago",

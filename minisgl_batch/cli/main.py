@@ -16,7 +16,7 @@ COMMANDS = {
     "run": "Turn a file of prompts into a dataset, all in one.",
     "worker": "Serve a model: run jobs until stopped.",
     "submit": "Check a file of prompts and queue it as a job.",
-    "status": "Show how far a job is.",
+    "status": "Show how far a job is, or all jobs and workers.",
     "tail": "Show a job's texts as they are generated.",
     "results": "Write a job's results as JSONL, OpenAI batch output, CSV or Parquet.",
     "cancel": "Stop a job; finished rows stay.",
@@ -33,6 +33,9 @@ Exit codes:
   0    all went well: every row succeeded
   1    some rows or the job failed, or something went wrong on the way
   2    bad usage: an option, or rows of the input, can't be used
+  3    there is no such job (any more)
+  4    Redis can't be reached, refuses the login, or is full
+  5    the job was written by another release
   130  interrupted
 """
 

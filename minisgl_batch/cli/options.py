@@ -46,6 +46,18 @@ def job_shell_complete(ctx: click.Context, _param: click.Parameter, incomplete: 
     return []
 
 
+def number_between(low: float, high: float) -> Callable[[str], float]:
+    """A number as an option's type; unlike click's own it refuses NaN."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not low <= value <= high:
+            raise click.BadParameter(f"{text} is not between {low:g} and {high:g}")
+        return value
+
+    return number
+
+
 redis_option = click.option(
     "--redis",
     "redis_url",
@@ -91,6 +103,7 @@ engine_options = _all(
     ),
     _engine_option("--tp", "Ranks that share the model, each with a device of its own.", default=1, **_COUNT),
     _engine_option("--check-ranks", "Compare what the ranks run every N steps.", default=0, hidden=True, **_NUMBER),
+    _engine_option("--pynccl/--no-pynccl", "Between GPUs, use NCCL from Python, or torch's.", default=True),
     _engine_option("--dummy-weights", "Random weights, for benchmarks.", is_flag=True),
     _engine_option("--device", "Where to compute.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
     _engine_option("--served-model-name", "What jobs call the model.", metavar="NAME"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import click
 
-from minisgl_batch.cli.console import count, print_json, talk
+from minisgl_batch.cli.console import print_json, talk
 from minisgl_batch.cli.options import job_shell_complete, json_option, redis_option
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.times import parse_duration
 from minisgl_batch.errors import UsageError
+from minisgl_batch.words import count
 
 
 @click.command()

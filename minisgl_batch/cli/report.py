@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice, takewhile
 
-from minisgl_batch.cli.console import count, duration, one_line, talk
+from minisgl_batch.cli.console import talk
 from minisgl_batch.client import JobHandle
+from minisgl_batch.words import count, duration, one_line
 from minisgl_jobs.dataset import read_manifest
 from minisgl_jobs.model import JobState, Row, RowResult
 from minisgl_jobs.parts import output_place

@@ -11,10 +11,11 @@ from typing import IO
 
 import click
 
-from minisgl_batch.cli.console import count, talk
+from minisgl_batch.cli.console import print_json, talk
 from minisgl_batch.cli.options import job_argument, redis_option
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.errors import OutputError, UsageError
+from minisgl_batch.words import count
 from minisgl_jobs.export import EXPORT_FORMATS, ExportFormat, export_rows
 from minisgl_jobs.model import JobState
 
@@ -32,8 +33,21 @@ from minisgl_jobs.model import JobState
 @click.option("-o", "--output", metavar="FILE", help="Write here.  [default: standard output]")
 @click.option("--partial", is_flag=True, help="What is finished so far, while the job runs.")
 @redis_option
-def results(job_id: str, export_format: ExportFormat, output: str | None, partial: bool, redis_url: str | None) -> None:
-    """Write a job's results as JSONL, OpenAI batch output, CSV or Parquet."""
+@click.option("--json", "as_json", is_flag=True, help="With --output: print what was written as JSON, for scripts.")
+def results(
+    job_id: str,
+    export_format: ExportFormat,
+    output: str | None,
+    partial: bool,
+    redis_url: str | None,
+    as_json: bool,
+) -> None:
+    """Write a job's results as JSONL, OpenAI batch output, CSV or Parquet.
+
+    With --partial also those of a job that runs: of the parts that are written, and of rows that have finished since.
+    """
+    if as_json and output is None:
+        raise UsageError("standard output has the results themselves: --json needs --output FILE")
     if output is None and export_format == "parquet" and sys.stdout.isatty():
         raise UsageError("Parquet isn't for a terminal: give --output FILE")
     with open_client(redis_url) as client:
@@ -44,7 +58,9 @@ def results(job_id: str, export_format: ExportFormat, output: str | None, partia
             talk(f"job {job_id} was {found.state.value}: these are the rows that were finished")
         with _target(output) as out:
             num_written = export_rows(batches, export_format, out, chat=found.spec.chat)
-    if output is not None:
+    if as_json:
+        print_json({"job_id": job_id, "state": found.state.value, "num_results": num_written, "output": output})
+    elif output is not None:
         talk(f"{count(num_written, 'result')} written to {output}")
 
 

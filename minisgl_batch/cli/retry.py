@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
-from minisgl_batch.cli.console import count, print_json, talk
+from minisgl_batch.cli.console import print_json, talk
 from minisgl_batch.cli.options import job_argument, json_option, redis_option
 from minisgl_batch.cli.progress import follow
 from minisgl_batch.cli.report import exit_code, report
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import status_record
+from minisgl_batch.words import count
 
 
 @click.command()

@@ -11,11 +11,12 @@ from typing import IO, Any, NoReturn
 
 import click
 
-from minisgl_batch.cli.console import INTERRUPTED, talk
+from minisgl_batch.cli.console import INTERRUPTED, print_json, talk
 from minisgl_batch.cli.local_worker import LocalWorker
 from minisgl_batch.cli.options import (
     engine_options,
     input_options,
+    json_option,
     model_option,
     prepare_options,
     redis_option,
@@ -24,6 +25,7 @@ from minisgl_batch.cli.options import (
 from minisgl_batch.cli.progress import follow
 from minisgl_batch.cli.report import exit_code, report
 from minisgl_batch.cli.service import open_redis
+from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.submit import tell_of_input
 from minisgl_batch.cli.worker import describe_engine, require_engine, worker_options
 from minisgl_batch.client import Client, JobHandle
@@ -43,8 +45,11 @@ WORKER_LOG = "_worker.log"  # data tools pass over names with a leading undersco
 @engine_options
 @redis_option
 @click.option("--verbose", is_flag=True, help="Show the worker's log.  [default: to OUTPUT/_worker.log]")
+@json_option
 @click.pass_context
-def run(ctx: click.Context, /, source: str, redis_url: str | None, verbose: bool, **options: Any) -> None:
+def run(
+    ctx: click.Context, /, source: str, redis_url: str | None, verbose: bool, as_json: bool, **options: Any
+) -> None:
     """Turn a file of prompts into a dataset, all in one.
 
     FILE holds a row a line as JSON, such as {"prompt": "..."}, {"messages": [...]} or OpenAI batch lines, or a table
@@ -63,8 +68,11 @@ def run(ctx: click.Context, /, source: str, redis_url: str | None, verbose: bool
             status = job.status()
             report(job, status, submission.examples)
     if is_interrupted:
-        talk("to run all rows, start again with --overwrite or another --output")
-    click.echo(status.spec.output)
+        talk("start it again to go on with the other rows")
+    if as_json:
+        print_json(status_record(status))
+    else:
+        click.echo(status.spec.output)
     ctx.exit(INTERRUPTED if is_interrupted else exit_code(status.state))
 
 

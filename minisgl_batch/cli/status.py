@@ -1,36 +1,117 @@
-"""`minisgl-batch status`: one job at this moment."""
+"""`minisgl-batch status`: one job, or all that goes on, at this moment or again and again."""
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import click
+import msgspec
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.text import Text
 
-from minisgl_batch.cli.console import duration, one_line, print_fields
-from minisgl_batch.cli.options import job_argument, json_option, redis_option
+from minisgl_batch.cli.console import print_fields, print_json, print_line, print_table
+from minisgl_batch.cli.options import job_shell_complete, json_option, number_between, redis_option
+from minisgl_batch.cli.report import exit_code
 from minisgl_batch.cli.service import open_client
+from minisgl_batch.cli.watch import table, watch
 from minisgl_batch.client import Progress
+from minisgl_batch.client.show import JOB_COLUMNS, WORKER_COLUMNS, Overview, job_row, worker_row
+from minisgl_batch.words import duration, one_line
 from minisgl_jobs.dataset import Manifest, read_manifest
 from minisgl_jobs.model import JobState
 from minisgl_jobs.parts import output_place
-from minisgl_jobs.status import JobStatus
+from minisgl_jobs.status import JobStatus, WorkerInfo
 
 
 @click.command()
-@job_argument
+@click.argument("job_id", metavar="[JOB]", required=False, shell_complete=job_shell_complete)
+@click.option("--watch", "is_watch", is_flag=True, help="Again and again, until the job has ended or Ctrl-C.")
+@click.option("--interval", type=number_between(0.05, 3600), default=1.0, show_default=True, metavar="SECONDS")
+@click.option("--model", metavar="MODEL", help="Without JOB: only jobs and workers of this model.")
+@click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Without JOB: most jobs.")
 @redis_option
 @json_option
-def status(job_id: str, redis_url: str | None, as_json: bool) -> None:
-    """Show how far a job is."""
+@click.pass_context
+def status(
+    ctx: click.Context,
+    job_id: str | None,
+    is_watch: bool,
+    interval: float,
+    model: str | None,
+    limit: int,
+    redis_url: str | None,
+    as_json: bool,
+) -> None:
+    """Show how far a job is, or all jobs and workers.
+
+    With --watch the view is drawn anew on a terminal; elsewhere each look is printed (with --json as a line). Watching
+    a job ends with it: exit code 0 only when every row succeeded. Ctrl-C ends the view, not the job.
+    """
     with open_client(redis_url) as client:
-        progress = client.job(job_id).progress()
-    manifest = read_manifest(output_place(progress.status.spec.output)) if progress.state.is_final else None
-    if as_json:
-        click.echo(json.dumps(progress_record(progress, manifest)))
+        if job_id is None:
+            _show_overview(lambda: client.overview(model=model, limit=limit), interval if is_watch else None, as_json)
+            return
+        job = client.job(job_id)
+        seen = _show_job(job.progress, interval if is_watch else None, as_json)
+    if is_watch:
+        ctx.exit(exit_code(seen.state))
+
+
+def _show_job(look: Callable[[], Progress], interval: float | None, as_json: bool) -> Progress:
+    def write(progress: Progress) -> None:
+        if as_json:
+            print_json(progress_record(progress, _manifest(progress)))
+        else:
+            print_fields(_fields(progress, _manifest(progress)))
+
+    if interval is None:
+        seen = look()
+        write(seen)
+        return seen
+
+    def draw(progress: Progress) -> RenderableType:
+        bar = ProgressBar(total=progress.num_rows, completed=progress.rows_done, width=40)
+        rows = ((name, value) for name, value in _fields(progress, _manifest(progress)) if value)
+        return Group(table(("", ""), rows), bar)
+
+    return watch(look, draw, write, interval_s=interval, is_over=lambda progress: progress.state.is_final)
+
+
+def _show_overview(look: Callable[[], Overview], interval: float | None, as_json: bool) -> None:
+    def write(seen: Overview) -> None:
+        if as_json:
+            jobs = [progress_record(job, None) for job in seen.jobs]
+            print_json({"jobs": jobs, "workers": [worker_record(worker) for worker in seen.workers]})
+            return
+        if seen.jobs:
+            print_table(JOB_COLUMNS, [job_row(job) for job in seen.jobs])
+            print_line("")
+        if seen.workers:
+            print_table(WORKER_COLUMNS, [worker_row(worker) for worker in seen.workers])
+            print_line("")
+        print_line(seen.summary)
+
+    def draw(seen: Overview) -> RenderableType:
+        jobs = table(JOB_COLUMNS, map(job_row, seen.jobs))
+        workers = table(WORKER_COLUMNS, map(worker_row, seen.workers))
+        return Group(jobs, Text(), workers, Text(), Text(seen.summary, style="bold"))
+
+    if interval is None:
+        write(look())
     else:
-        print_fields(_fields(progress, manifest))
+        watch(look, draw, write, interval_s=interval)
+
+
+def _manifest(progress: Progress) -> Manifest | None:
+    return read_manifest(output_place(progress.status.spec.output)) if progress.state.is_final else None
+
+
+def worker_record(worker: WorkerInfo) -> dict[str, Any]:
+    """A worker as JSON for scripts."""
+    return {field.name: getattr(worker, field.name) for field in msgspec.structs.fields(worker)}
 
 
 def status_record(found: JobStatus) -> dict[str, Any]:
@@ -81,7 +162,7 @@ def _fields(progress: Progress, manifest: Manifest | None) -> list[tuple[str, st
         ("state", found.state.value),
         ("waiting", found.waiting),
         ("why", one_line(found.error)),
-        ("model", spec.model),
+        ("model", one_line(spec.model)),
         ("rows", _rows(progress)),
         ("failed", f"{found.rows_error:,} rows" if found.rows_error else ""),
         ("tokens", _tokens(progress, manifest)),
@@ -91,7 +172,7 @@ def _fields(progress: Progress, manifest: Manifest | None) -> list[tuple[str, st
         ("ended", _moment(found.finished_at, found.now)),
         ("workers", ", ".join(_leases(found))),
         ("lost", f"{found.num_deaths} times a worker died over it" if found.num_deaths else ""),
-        ("output", spec.output),
+        ("output", one_line(spec.output)),
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from minisgl_batch.cli.console import count, print_json, show_faults, talk
+from minisgl_batch.cli.console import print_json, show_faults, talk
 from minisgl_batch.cli.dry_run import dry_run
 from minisgl_batch.cli.options import (
     input_options,
@@ -23,6 +23,7 @@ from minisgl_batch.cli.report import exit_code, report
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.times import parse_moment
 from minisgl_batch.client import JobHandle
+from minisgl_batch.words import count
 from minisgl_jobs.model import Priority
 from minisgl_jobs.status import JobStatus
 from minisgl_jobs.submission import Submission, prepare
@@ -108,6 +109,10 @@ def _wait(job: JobHandle) -> JobStatus:
 
 def tell_of_input(submission: Submission) -> None:
     """What a user should know about an input that can be used all the same."""
+    if submission.resumption is not None:
+        spec, done = submission.spec, submission.resumption.done
+        there = sum(len(spec.chunk_range(chunk)) for chunk in done)
+        talk(f"job {spec.job_id} goes on: {there:,} of {count(spec.num_rows, 'row')} are in {spec.output}")
     faults = submission.faults
     if faults.num_faults:
         talk(f"{faults.num_faults} of {count(submission.spec.num_rows, 'row')} can't be used and become error rows:")

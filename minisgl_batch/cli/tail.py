@@ -11,31 +11,35 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 import click
+import msgspec
 from rich.live import Live
 from rich.text import Text
 
-from minisgl_batch.cli.console import one_line, print_line, stdout_console, talk
-from minisgl_batch.cli.options import job_argument, redis_option
+from minisgl_batch.cli.console import print_json, print_line, stdout_console, talk
+from minisgl_batch.cli.options import job_argument, json_option, redis_option
 from minisgl_batch.cli.report import exit_code
 from minisgl_batch.cli.service import open_client
-from minisgl_jobs.faults import UNSAFE
+from minisgl_batch.words import harmless, one_line
 from minisgl_jobs.reader import Event, JobChanged
 from minisgl_jobs.row_texts import RowEvent, RowFinished, RowStarted, RowText
 
 MAX_GROWING = 8  # texts that are shown while they grow
 REFRESH_PER_S = 8
+EVENT_NAMES = {JobChanged: "job", RowStarted: "started", RowText: "text", RowFinished: "finished"}
 
 
 @click.command()
 @job_argument
 @click.option("--row", type=click.IntRange(min=0), help="Only this row, its text as it comes.")
 @redis_option
+@json_option
 @click.pass_context
-def tail(ctx: click.Context, job_id: str, row: int | None, redis_url: str | None) -> None:
+def tail(ctx: click.Context, job_id: str, row: int | None, redis_url: str | None, as_json: bool) -> None:
     """Show a job's texts as they are generated.
 
     Whenever it is started, all rows are shown, each once. Ends with the job: exit code 0 only when every row succeeded.
-    Ctrl-C ends the view, not the job.
+    Ctrl-C ends the view, not the job. With --json, a line for each event as it comes: "job" (its state), "started" (a
+    sample's text begins, or begins anew), "text" (more of it) and "finished".
     """
     with open_client(redis_url) as client:
         job = client.job(job_id)
@@ -43,13 +47,20 @@ def tail(ctx: click.Context, job_id: str, row: int | None, redis_url: str | None
         if waiting:
             talk(f"waiting: {waiting}")
         events = job.stream(None if row is None else [row])
-        if row is None:
+        if as_json:
+            _tail_json(events)
+        elif row is None:
             _tail_all(events)
         else:
             _tail_row(events)
         found = job.status()
     talk(f"job {job_id} is {found.state.value}: {found.rows_ok:,} rows ok, {found.rows_error:,} failed")
     ctx.exit(exit_code(found.state))
+
+
+def _tail_json(events: Iterable[Event]) -> None:
+    for event in events:
+        print_json({"event": EVENT_NAMES[type(event)], **msgspec.to_builtins(event)})
 
 
 def _row_events(events: Iterable[Event]) -> Iterator[RowEvent]:
@@ -158,6 +169,6 @@ def _tail_row(events: Iterable[Event]) -> None:
 def _show(text: str) -> None:
     """Text as it is, and harmless to a terminal."""
     if sys.stdout.isatty():
-        text = UNSAFE.sub(lambda m: m[0] if m[0] in "\n\t" else one_line(m[0]), text)
+        text = harmless(text)
     if text:
         click.echo(text, nl=False)

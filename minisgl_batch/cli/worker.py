@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from minisgl_batch.child_process import setup_logging
-from minisgl_batch.cli.console import talk
-from minisgl_batch.cli.options import engine_config, engine_options, model_option, redis_option
+from minisgl_batch.cli.console import print_json, talk
+from minisgl_batch.cli.options import engine_config, engine_options, json_option, model_option, redis_option
 from minisgl_batch.cli.service import open_redis
 from minisgl_batch.errors import UsageError
 from minisgl_jobs.connection import safe_url
@@ -32,7 +32,8 @@ _ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq")
     help="How long running rows may go on after the first Ctrl-C or SIGTERM, in seconds.",
 )
 @click.option("--hang-s", type=click.FloatRange(min=1), default=HANG_S, show_default=True, hidden=True)
-def worker(redis_url: str | None, **options: Any) -> None:
+@json_option
+def worker(redis_url: str | None, as_json: bool, **options: Any) -> None:
     """Serve a model: run jobs until stopped.
 
     The first Ctrl-C (or SIGTERM) drains: rows that run may finish, others are handed back. A second one stops at once;
@@ -48,6 +49,8 @@ def worker(redis_url: str | None, **options: Any) -> None:
         def ready(info: dict[str, dict[str, Any]]) -> None:
             source = f"jobs for {configured.model} from {safe_url(configured.redis_url)}"
             talk(f"serving {source} ({describe_engine(info)})")
+            if as_json:  # a line whenever the group serves (again)
+                print_json({"model": configured.model, "processes": info})
 
         run_worker(configured, ready)
 

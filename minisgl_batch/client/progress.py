@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from minisgl_jobs.model import JobState
-from minisgl_jobs.queue import JobQueue
-from minisgl_jobs.status import JobStatus
+from minisgl_jobs.status import JobStatus, WorkerInfo
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,20 @@ class Progress:
         return self.status.spec.num_rows
 
 
-def measure(queue: JobQueue, status: JobStatus) -> Progress:
-    """The progress of a job that was just looked at."""
+def measure(status: JobStatus, workers: Iterable[WorkerInfo]) -> Progress:
+    """The progress of a job that was just looked at, with the living workers of its model or of all."""
     spec = status.spec
     busy = {lease.worker_id for lease in status.leases}
-    workers = [worker for worker in queue.workers(model=spec.model) if worker.worker_id in busy]
-    prompt_tokens = sum(worker.prompt_tokens for worker in workers)
-    rows_done = min(spec.num_rows, status.rows_done + status.num_spooled // (spec.params.n or 1))
+    working = [worker for worker in workers if worker.worker_id in busy]
+    prompt_tokens = sum(worker.prompt_tokens for worker in working)
+    # In a retry the old error rows are what is left to do.
+    committed = status.rows_ok if status.epoch and not status.state.is_final else status.rows_done
+    rows_done = min(spec.num_rows, committed + status.num_spooled // (spec.params.n or 1))
     return Progress(
         status=status,
         rows_done=rows_done,
-        tokens_per_s=sum(worker.tokens_per_s for worker in workers),
-        cached_share=sum(worker.cached_tokens for worker in workers) / prompt_tokens if prompt_tokens else None,
+        tokens_per_s=sum(worker.tokens_per_s for worker in working),
+        cached_share=sum(worker.cached_tokens for worker in working) / prompt_tokens if prompt_tokens else None,
         eta_s=_eta(status, rows_done),
     )
 

@@ -14,17 +14,27 @@ import torch
 class Communicator(Protocol):
     """Collectives over the ranks of one group; each is called by all ranks in the same order.
 
-    They take tensors on the group's devices and on hosts.
+    They take tensors on the group's devices and on hosts. What is summed or gathered on devices may be captured in a
+    CUDA graph.
 
     Raises:
         RankLostError: another rank is gone.
     """
 
+    def prepare(self, num_bytes: int) -> None:
+        """Be ready for sums of up to so many bytes; called once, before `buffer`."""
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Where to put what `all_reduce` shall sum, if that is faster; it holds the sum until the next call."""
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of `x` over the ranks, in place where possible; same shape on every rank, equal bits on all."""
+        """The sum of `x` over the ranks, in `x` or as a new tensor; same shape on all ranks, equal bits on all."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x` (equal shapes), stacked: (size, *x.shape)."""
+
+    def describe(self) -> str:
+        """What it works by, in words, for logs."""
 
     def abort(self) -> None:
         """Let collectives that wait for a rank that is gone end, with any result; called from another thread."""
@@ -65,6 +75,9 @@ class TPGroup:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0) if self.comm is None else self.comm.all_gather(x)
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        return None if self.comm is None else self.comm.buffer(shape, dtype)
 
     def gather_numbers(self, *numbers: int) -> list[list[int]]:
         """Each rank's numbers, by rank, through the hosts."""

@@ -39,6 +39,11 @@ class RankPlace:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} is not in [0, {self.size})")
 
+    @property
+    def local_rank(self) -> int:
+        """The rank among those of its host, which is also its GPU's number."""
+        return self.rank % self.num_local
+
 
 def places_on_this_host(size: int, folder: Path) -> list[RankPlace]:
     """The places of a group whose ranks meet in a private folder."""

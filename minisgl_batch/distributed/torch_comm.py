@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.distributed.place import RankPlace
 from minisgl_batch.distributed.rendezvous import own_address
 from minisgl_batch.errors import RankLostError
@@ -30,18 +29,27 @@ class TorchCommunicator:
         self._gloo: Any = self._make_gloo()
         self._nccl: Any = None
 
+    def prepare(self, num_bytes: int) -> None:
+        """Nothing to do."""
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """It sums anything where it is."""
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of `x` over the ranks, in place."""
-        with _lost_ranks():
+        with lost_ranks():
             self._group(x).allreduce([x]).wait()
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x`, stacked: (size, *x.shape)."""
         gathered = x.new_empty((self._place.size, *x.shape))
-        with _lost_ranks():
+        with lost_ranks():
             self._group(x)._allgather_base(gathered.view(-1), x.contiguous().view(-1)).wait()
         return gathered
+
+    def describe(self) -> str:
+        return "torch.distributed"
 
     def abort(self) -> None:
         if self._nccl is not None:
@@ -75,21 +83,9 @@ class TorchCommunicator:
         return dist.ProcessGroupNCCL(PrefixStore("nccl", self._store), place.rank, place.size, options)
 
 
-def join_group(place: RankPlace, store: Store) -> TPGroup:
-    """Join a tensor-parallel group; returns when all ranks have joined. Close it with `TPGroup.close`.
-
-    Raises:
-        RankLostError: not all ranks came.
-    """
-    if place.size == 1:
-        return SINGLE
-    with _lost_ranks():
-        comm = TorchCommunicator(place, store)
-    return TPGroup(place.rank, place.size, comm, place.num_local)
-
-
 @contextmanager
-def _lost_ranks() -> Iterator[None]:
+def lost_ranks() -> Iterator[None]:
+    """Errors of torch.distributed as RankLostError."""
     try:
         yield
     except RuntimeError as error:  # gloo's and NCCL's alike

@@ -67,6 +67,7 @@ class Engine:
         )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with self._on_stream():
+            self._prepare_collectives()
             budget = self._budget(config)
             self._model = make_model(model_config, tp, options.dtype, device)
             if config.dummy_weights:
@@ -126,6 +127,7 @@ class Engine:
             "attention_backend": options.attention_backend,
             "page_size": options.page_size,
             "tp": self._tp.size,
+            **({} if self._tp.comm is None else {"collectives": self._tp.comm.describe()}),
         }
 
     # ------------------------------------------------------------------ steps
@@ -153,6 +155,12 @@ class Engine:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     # --------------------------------------------------------------- building
+
+    def _prepare_collectives(self) -> None:
+        """For the largest sum, a prefill step's hidden states."""
+        if self._tp.comm is not None:
+            size = self.options.max_prefill_tokens * self._model_config.hidden_size
+            self._tp.comm.prepare(size * self.options.dtype.itemsize)
 
     def _budget(self, config: EngineConfig) -> int:
         """Bytes for this rank's weights and KV pool; measured on all ranks before any of them allocates."""

@@ -157,9 +157,13 @@ class LinearRowParallel(_Linear):
         self._in_features = in_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(num_tokens, in_features / tp) -> (num_tokens, out_features)."""
+        """(num_tokens, in_features / tp) -> (num_tokens, out_features).
+
+        The result of one such layer may be gone once another one is called.
+        """
         bias = self.bias if self._tp.rank == 0 else None  # the sum over the ranks must hold it once
-        return self._tp.all_reduce(linear(x, self.weight, bias))
+        out = None if self.bias is not None else self._tp.buffer((x.shape[0], self.weight.shape[0]), x.dtype)
+        return self._tp.all_reduce(linear(x, self.weight, bias, out))
 
     def parts(self) -> Iterator[Part]:
         out_features, share = self.weight.shape

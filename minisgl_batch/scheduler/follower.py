@@ -17,7 +17,7 @@ def main(config: FollowerConfig, status: StatusPipe) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when it is over
     if config.in_worker:
         die_with_parent()
-    links = join(config.place)
+    links = join(config.engine, config.place)
     rank = Rank(config.engine, None, links)
     status.ready()
     if config.in_worker:

@@ -48,7 +48,7 @@ class Followers:
         self._watcher = threading.Thread(target=self._watch, name="followers", daemon=True)
         self._watcher.start()
 
-    def join(self) -> Links:
+    def join(self, config: EngineConfig) -> Links:
         """Meet the followers, as rank 0.
 
         Raises:
@@ -58,7 +58,7 @@ class Followers:
 
         def run() -> None:
             try:
-                joined.set_result(join(self._place))
+                joined.set_result(join(config, self._place))
             except BaseException as error:  # noqa: BLE001 - it goes on in the caller's thread
                 joined.set_exception(error)
 

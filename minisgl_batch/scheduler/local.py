@@ -47,7 +47,7 @@ class LocalEngine:
             self._followers = Followers(config)
             try:
                 with self._blamed():
-                    self._rank = Rank(config, self.source, self._followers.join())
+                    self._rank = Rank(config, self.source, self._followers.join(config))
             except BaseException:
                 self._followers.stop()
                 raise

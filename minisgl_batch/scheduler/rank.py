@@ -14,10 +14,10 @@ import torch
 
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.group import SINGLE, TPGroup
+from minisgl_batch.distributed.join import join_group
 from minisgl_batch.distributed.place import RankPlace
 from minisgl_batch.distributed.rendezvous import open_store
 from minisgl_batch.distributed.ticks import TickReceiver, TickSender
-from minisgl_batch.distributed.torch_comm import join_group
 from minisgl_batch.engine.options import pick_device
 from minisgl_batch.scheduler.factory import make_scheduler
 from minisgl_batch.scheduler.scheduler import Scheduler
@@ -48,18 +48,21 @@ class Links:
             self.ticks.close()
 
 
-def join(place: RankPlace) -> Links:
+def join(config: EngineConfig, place: RankPlace) -> Links:
     """Meet the other ranks; returns when all are there.
 
     Raises:
         InvalidParameterError: the ranks can't meet where `place` says.
         RankLostError: not all ranks came.
     """
+    device = pick_device(config.device, place.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
     store = open_store(place)
     # Followers say where they listen before they wait for the group, and rank 0 asks for it before it does.
     ticks = TickSender(place, store) if place.rank == 0 else TickReceiver(place, store)
     try:
-        return Links(join_group(place, store), ticks)
+        return Links(join_group(place, store, device, use_pynccl=config.pynccl), ticks)
     except BaseException:
         ticks.close()
         raise

@@ -8,6 +8,7 @@ Prints a table of kernels at the largest batch, and a JSON line with the step's 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import time
 from collections import defaultdict
@@ -31,7 +32,7 @@ def start(bench: Bench, num_rows: int, context: int, first_uid: int) -> list[int
         NewRequest(
             uid,
             np.random.randint(0, 10_000, context, dtype=np.int32).tobytes(),
-            EngineSampling(max_tokens=4000, temperature=0.6, seed=uid),
+            EngineSampling(max_tokens=1000, temperature=0.6, seed=uid),
         )
         for uid in uids
     ]
@@ -63,6 +64,7 @@ def floor_ms(model: str, num_rows: int, context: float) -> float:
 
 
 def kernel_table(bench: Bench, num_steps: int = 8) -> None:
+    """Print this rank's kernels, and last the share of those that talk to other ranks (their waiting included)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(num_steps):
             bench.tick()
@@ -78,6 +80,8 @@ def kernel_table(bench: Bench, num_steps: int = 8) -> None:
     for name, spent in sorted(times.items(), key=lambda item: -sum(item[1]))[:22]:
         per_step, share = sum(spent) / num_steps, sum(spent) / total
         print(f"{per_step:10.1f} {len(spent) / num_steps:9.1f} {share:6.1%}  {name[:110]}")
+    talking = sum(sum(spent) for name, spent in times.items() if "one_shot" in name or "nccl" in name.lower())
+    print(json.dumps({"busy_us": round(total / num_steps), "communication_share": round(talking / total, 4)}))
 
 
 def main() -> None:
@@ -85,15 +89,26 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b", choices=list(SHAPES))
     parser.add_argument("--context", type=int, default=600)
     parser.add_argument("--no-table", action="store_true")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--no-pynccl", action="store_true")
+    parser.add_argument("--timeout-s", type=float, default=300)
     given = parser.parse_args()
-    bench = Bench(EngineConfig(model=given.model, dummy_weights=True, max_running=256))
+    faulthandler.dump_traceback_later(given.timeout_s, exit=True)
+    pynccl = not given.no_pynccl
+    bench = Bench(EngineConfig(model=given.model, dummy_weights=True, max_running=256, tp=given.tp, pynccl=pynccl))
     uid = 1 << 20
     for num_rows in BATCHES:
         uids = start(bench, num_rows, given.context, uid)
         uid += num_rows
         took = step_ms(bench, 50)
-        floor = floor_ms(given.model, num_rows, given.context + 45)
-        line = {"model": given.model, "batch": num_rows, "context": given.context + 45, "step_ms": round(took, 3)}
+        floor = floor_ms(given.model, num_rows, given.context + 45) / given.tp
+        line = {
+            "model": given.model,
+            "tp": given.tp,
+            "batch": num_rows,
+            "context": given.context + 45,
+            "step_ms": round(took, 3),
+        }
         print(json.dumps(line | {"floor_ms": round(floor, 3), "of_floor": round(took / floor, 2)}), flush=True)
         if num_rows == BATCHES[-1] and not given.no_table:
             kernel_table(bench)

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,16 +23,35 @@ _CUDA_HEADERS = Path("/usr/local/cuda/include")
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernels' callers call the emulated ones."""
+    functions = {name: emulated(build_emulator(), name) for name in ("paged_decode",)}
+    monkeypatch.setattr(cuda, "layer_kernels", lambda _: SimpleNamespace(**functions))
+
+
+def build_emulator() -> Path:
+    """The library of emulated kernels; skips the test where it can't be built."""
     if shutil.which("g++") is None or not (_CUDA_HEADERS / "cuda_bf16.h").exists():
         pytest.skip("needs g++ and CUDA's headers")
-    library = ctypes.CDLL(str(_build()))
-    functions = {name: _caller(getattr(library, f"emulate_{name}")) for name in ("paged_decode",)}
-    monkeypatch.setattr(cuda, "layer_kernels", lambda _: SimpleNamespace(**functions))
+    return _build()
+
+
+def emulated(library: Path, name: str) -> Callable[..., None]:
+    """A kernel's function."""
+    return _caller(getattr(ctypes.CDLL(str(library)), f"emulate_{name}"))
 
 
 @cache
 def _build() -> Path:
-    flags = ["-std=c++20", "-O2", "-w", "-DMINISGL_EMULATE", f"-I{_CUDA_HEADERS}", f"-I{_SOURCES}", "-shared", "-fPIC"]
+    flags = [
+        "-std=c++20",
+        "-O2",
+        "-fno-strict-aliasing",
+        "-w",
+        "-DMINISGL_EMULATE",
+        f"-I{_CUDA_HEADERS}",
+        f"-I{_SOURCES}",
+        "-shared",
+        "-fPIC",
+    ]
     files = [*_EMULATOR.iterdir(), *_SOURCES.glob("*.cu*")]
     text = "\0".join([*flags, *(path.read_text(encoding="utf-8") for path in sorted(files))])
     library = cpp.cache_dir() / f"emulated-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
@@ -42,7 +62,7 @@ def _build() -> Path:
     return library
 
 
-def _caller(function: ctypes._NamedFuncPointer) -> object:
+def _caller(function: ctypes._NamedFuncPointer) -> Callable[..., None]:
     """Passes a tensor as its address and its shape."""
 
     def call(*args: torch.Tensor | float | bool) -> None:

@@ -17,7 +17,7 @@ def main(config: RankConfig, status: StatusPipe) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = EngineSide(Path(config.socket_directory))
     try:
-        rank = Rank(config.engine, link, Links() if config.place is None else join(config.place))
+        rank = Rank(config.engine, link, Links() if config.place is None else join(config.engine, config.place))
         status.ready()
         status.start_beats(lambda: link.progress)
         rank.scheduler.run()

@@ -186,6 +186,16 @@ struct Attention {
   }
 };
 
+// Past the L1 cache, which may hold what was there before.
+__device__ inline void load_floats(float (&x)[4], const float* from) {
+  const float4 loaded = __ldcg(reinterpret_cast<const float4*>(from));
+  x[0] = loaded.x, x[1] = loaded.y, x[2] = loaded.z, x[3] = loaded.w;
+}
+__device__ inline void load_floats(float (&x)[2], const float* from) {
+  const float2 loaded = __ldcg(reinterpret_cast<const float2*>(from));
+  x[0] = loaded.x, x[1] = loaded.y;
+}
+
 // A row that several shares hold tiles of.
 struct SplitRow {
   int number, first_share, last_share;
@@ -275,19 +285,15 @@ struct Output {
   template <int kQueries, int kAtOnce>
   __device__ void join(const SplitRow& row) const {
     constexpr int kPerLane = kHeadDim / 32;
-    struct alignas(sizeof(float) * kPerLane) Floats {
-      float x[kPerLane];
-    };
     struct alignas(sizeof(T) * kPerLane) Values {
       T x[kPerLane];
     };
-    using Load = std::conditional_t<kPerLane == 4, float4, float2>;
     const int lane = threadIdx.x % 32, num_queries = shape.num_queries;
     const auto part = [&](int share) { return (int64_t{row.slot(share)} * shape.num_kv_heads + kv_head) * num_queries; };
     const int64_t head = (int64_t{row.number} * shape.num_kv_heads + kv_head) * num_queries;
     Values prefix[kQueries];
     float prefix_lse[kQueries], top[kQueries], total[kQueries] = {};
-    Floats sums[kQueries] = {};
+    float sums[kQueries][kPerLane] = {};
 #pragma unroll
     for (int query = 0; query < kQueries; ++query) {
       top[query] = prefix_lse[query] = -INFINITY;
@@ -306,19 +312,18 @@ struct Output {
       for (int offset = 16; offset > 0; offset /= 2)
         top[query] = fmaxf(top[query], __shfl_xor_sync(0xffffffffu, top[query], offset));
     for (int begin = row.first_share; begin <= row.last_share; begin += kAtOnce) {
-      Floats parts[kAtOnce][kQueries];
+      float parts[kAtOnce][kQueries][kPerLane];
       float lse[kAtOnce][kQueries];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
         for (int query = 0; query < kQueries; ++query) {
-          lse[i][query] = -INFINITY;
-          parts[i][query] = {};
-          if (begin + i > row.last_share || query >= num_queries) continue;
-          const int64_t at = part(begin + i) + query;
+          // Loads without branches, so that all are under way before the first is waited for.
+          const bool exists = begin + i <= row.last_share && query < num_queries;
+          const int64_t at = exists ? part(begin + i) + query : part(row.first_share);
           lse[i][query] = __ldcg(tensors.partial_lse + at);
-          const Load load = __ldcg(reinterpret_cast<const Load*>(tensors.partial_out + at * kHeadDim) + lane);
-          parts[i][query] = reinterpret_cast<const Floats&>(load);
+          load_floats(parts[i][query], tensors.partial_out + at * kHeadDim + lane * kPerLane);
+          if (!exists) lse[i][query] = -INFINITY;
         }
       }
 #pragma unroll
@@ -328,7 +333,7 @@ struct Output {
           const float weight = query < num_queries ? exp2f(lse[i][query] - top[query]) : 0.0f;
           total[query] += weight;
 #pragma unroll
-          for (int k = 0; k < kPerLane; ++k) sums[query].x[k] += weight * parts[i][query].x[k];
+          for (int k = 0; k < kPerLane; ++k) sums[query][k] += weight * parts[i][query][k];
         }
       }
     }
@@ -339,7 +344,7 @@ struct Output {
       Values out;
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
-        const float own = sums[query].x[k] / total[query];
+        const float own = sums[query][k] / total[query];
         out.x[k] = static_cast<T>(weight != 0.0f ? own + (static_cast<float>(prefix[query].x[k]) - own) * weight : own);
       }
       reinterpret_cast<Values*>(tensors.out + (head + query) * kHeadDim)[lane] = out;

@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <sched.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -135,6 +136,13 @@ inline float __expf(float x) { return std::exp(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 namespace minisgl {
+
+// Between GPUs, which are processes here.
+inline void tell(uint32_t* flag, uint32_t value) { __atomic_store_n(flag, value, __ATOMIC_RELEASE); }
+inline uint32_t hear(const uint32_t* flag) {
+  sched_yield();
+  return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+}
 
 using Pair = uint32_t;
 

@@ -3,6 +3,7 @@
 
 #include "emulate.h"
 
+#include "one_shot_all_reduce.cu"
 #include "paged_decode.cu"
 
 using T = __nv_bfloat16;
@@ -27,4 +28,16 @@ extern "C" void emulate_paged_decode(const T* q, Sizes q_sizes, const T* k_pool,
   const auto kernel = q_sizes[2] == 64 ? paged_decode_kernel<T, 64> : paged_decode_kernel<T, 128>;
   emulate::launch(kernel, (max_shares * num_kv_heads + kWarps - 1) / kWarps, kWarps * 32, kWarps * kRingBytes, tensors,
                   shape);
+}
+
+extern "C" void emulate_one_shot_all_reduce(const T* x, Sizes x_sizes, T* out, Sizes, const int64_t* memory,
+                                            Sizes memory_sizes, const int* aborted, Sizes, double rank, double blocks,
+                                            double part_bytes) {
+  const int num_vectors = x_sizes[0] / kVector, num_blocks = blocks, num_ranks = memory_sizes[0];
+  Peers peers = {};
+  for (int r = 0; r < num_ranks; ++r) peers.memory[r] = reinterpret_cast<char*>(memory[r]);
+  const auto kernel = num_ranks == 2 ? one_shot_all_reduce_kernel<T, 2> : one_shot_all_reduce_kernel<T, 4>;
+  emulate::launch(kernel, num_blocks, kAllReduceThreads, 0, x, out, num_vectors,
+                  (num_vectors + num_blocks - 1) / num_blocks, peers, static_cast<int64_t>(part_bytes),
+                  static_cast<int>(rank), aborted);
 }

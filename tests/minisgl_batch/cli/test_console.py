@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from minisgl_batch.cli.console import count, duration, one_line, print_fields, print_table, show_faults, size
+from minisgl_batch.cli.console import print_fields, print_table, show_faults
 from minisgl_batch.errors import Fault
+from minisgl_batch.words import count, duration, one_line, size
 
 
 @pytest.mark.parametrize(

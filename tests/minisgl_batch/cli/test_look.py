@@ -105,4 +105,4 @@ def test_jobs_that_can_not_be_canceled(run_cli: RunCli, client: redis.Redis, sub
         job_id = submit(["a"], "--wait")
     assert f"job {job_id} can't be canceled: it is finished" in run_cli("cancel", job_id, code=1).stderr
     for command in ("cancel", "status", "tail", "results"):
-        assert "Error: no job nothing: list them with" in run_cli(command, "nothing", code=1).stderr
+        assert "Error: no job nothing: list them with" in run_cli(command, "nothing", code=3).stderr

@@ -93,13 +93,13 @@ def test_a_defect_is_not_hidden(monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
 def test_a_redis_that_is_not_there(tmp_path: object) -> None:
     url = f"unix://user:secret@{tmp_path}/nothing.sock"
     result = CliRunner().invoke(cli, ["jobs", "--redis", url])
-    assert result.exit_code == 1
+    assert result.exit_code == 4
     assert "can't be reached" in result.stderr
     assert "secret" not in result.output
 
 
 def test_the_console_script_exits_with_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["minisgl-batch", "status"])
+    monkeypatch.setattr(sys, "argv", ["minisgl-batch", "cancel"])
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2

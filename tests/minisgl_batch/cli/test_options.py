@@ -53,13 +53,22 @@ def test_defaults_are_those_of_the_config(started: list[WorkerOptions]) -> None:
 
 def test_every_engine_option_as_flag_and_in_the_environment(started: list[WorkerOptions]) -> None:
     flags = [arg for name, value in VALUES.items() for arg in (f"--{name.replace('_', '-')}", str(value))]
-    flags += ["--overlap", "--mixed", "--no-share-prefixes", "--dummy-weights"]
+    flags += ["--overlap", "--mixed", "--no-share-prefixes", "--no-pynccl", "--dummy-weights"]
     start(*flags, "--served-model-name", "x", "--drain-s", "3")
     env = {f"MINISGL_{name.upper()}": str(value) for name, value in VALUES.items()}
-    switches = {"OVERLAP": "1", "MIXED": "1", "SHARE_PREFIXES": "0", "DUMMY_WEIGHTS": "true", "SERVED_MODEL_NAME": "x"}
+    switches = {
+        "OVERLAP": "1",
+        "MIXED": "1",
+        "SHARE_PREFIXES": "0",
+        "PYNCCL": "0",
+        "DUMMY_WEIGHTS": "true",
+        "SERVED_MODEL_NAME": "x",
+    }
     start(env=env | {f"MINISGL_{name}": value for name, value in switches.items()})
-    engine = EngineConfig(model="m", overlap=True, mixed=True, share_prefixes=False, dummy_weights=True, **VALUES)
-    tested = {"model", "overlap", "mixed", "share_prefixes", "dummy_weights", *VALUES}
+    engine = EngineConfig(
+        model="m", overlap=True, mixed=True, share_prefixes=False, pynccl=False, dummy_weights=True, **VALUES
+    )
+    tested = {"model", "overlap", "mixed", "share_prefixes", "pynccl", "dummy_weights", *VALUES}
     assert {field.name for field in fields(EngineConfig)} == tested
     by_flag, by_env = started
     assert by_flag == WorkerOptions(engine=engine, redis_url=URL, served_model_name="x", drain_s=3.0)

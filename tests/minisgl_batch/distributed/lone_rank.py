@@ -19,6 +19,15 @@ class _Silent:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([x, *[torch.zeros_like(x)] * (self._size - 1)])
 
+    def prepare(self, num_bytes: int) -> None:
+        pass
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        return None
+
+    def describe(self) -> str:
+        return ""
+
     def abort(self) -> None:
         pass
 

@@ -9,8 +9,8 @@ import torch
 from torch.distributed import HashStore
 
 from minisgl_batch.distributed.group import SINGLE, TPGroup
+from minisgl_batch.distributed.join import join_group
 from minisgl_batch.distributed.place import RankPlace
-from minisgl_batch.distributed.torch_comm import join_group
 from tests.minisgl_batch.distributed.rank_pool import RankPool
 
 
@@ -54,7 +54,7 @@ def test_a_rank_that_fails_is_named(rank_pool: Callable[[int], RankPool]) -> Non
 
 
 def test_a_group_of_one_needs_no_processes() -> None:
-    tp = join_group(RankPlace(rank=0, size=1, meet="", num_local=1), HashStore())
+    tp = join_group(RankPlace(rank=0, size=1, meet="", num_local=1), HashStore(), torch.device("cpu"))
     assert tp is SINGLE
     x = torch.randn(3)
     assert torch.equal(tp.all_reduce(x), x)

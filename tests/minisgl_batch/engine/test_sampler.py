@@ -90,6 +90,15 @@ class Shards:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
+    def prepare(self, num_bytes: int) -> None:
+        pass
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        return None
+
+    def describe(self) -> str:
+        return ""
+
     def abort(self) -> None:
         pass
 

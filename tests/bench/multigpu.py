@@ -1,0 +1,100 @@
+"""How long GPUs take to sum a decode step's hidden states: our kernel, NCCL in windows and without, torch's NCCL.
+
+    python -m tests.bench.multigpu --tp 2 --json results.jsonl
+
+Each time is that of one sum in a CUDA graph of many, the median over replays, on the slowest rank. A line of JSON for
+each number of rows; a hang ends in a stack dump after a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minisgl_batch.distributed.group import TPGroup
+from minisgl_batch.distributed.pynccl_comm import PyNcclCommunicator
+from tests.bench.records import record
+from tests.bench.timing import median_us
+from tests.minisgl_batch.distributed.rank_pool import RankPool
+
+NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024)
+BLOCKS = (8, 16, 32, 64)
+
+
+def times_us(tp: TPGroup, hidden_size: int, num_rows: int) -> dict[str, float]:
+    """Microseconds of one sum by each means."""
+    comm = tp.comm
+    assert isinstance(comm, PyNcclCommunicator)
+    shape, num_bytes = (num_rows, hidden_size), num_rows * hidden_size * 2
+    x = torch.zeros(shape, dtype=torch.bfloat16, device=torch.device("cuda", torch.cuda.current_device()))
+    calls: dict[str, Callable[[], object]] = {"nccl": lambda: comm.nccl.all_reduce(x, x)}
+    one_shot, window = comm.one_shot, comm._window
+    if one_shot is not None and one_shot.takes(x):
+        calls["one_shot"] = lambda: one_shot.all_reduce(x)
+        for blocks in BLOCKS:
+            calls[f"one_shot_{blocks}_blocks"] = lambda blocks=blocks: one_shot.all_reduce(x, blocks)
+    if window is not None:
+        inside = window[:num_bytes].view(torch.bfloat16).view(shape)
+        inside.zero_()
+        calls["nccl_window"] = lambda: comm.nccl.all_reduce(inside, inside)
+    return measure(tp, calls)
+
+
+def torch_us(tp: TPGroup, hidden_size: int, num_rows: int) -> dict[str, float]:
+    shape = (num_rows, hidden_size)
+    x = torch.zeros(shape, dtype=torch.bfloat16, device=torch.device("cuda", torch.cuda.current_device()))
+    return measure(tp, {"torch": lambda: tp.all_reduce(x)})
+
+
+def measure(tp: TPGroup, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    found = {}
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for name, call in calls.items():
+            tp.gather_numbers(0)  # begin together
+            found[name] = median_us([call])
+    return found
+
+
+def prepare(tp: TPGroup, num_bytes: int) -> str:
+    assert tp.comm is not None
+    tp.comm.prepare(num_bytes)
+    return f"{tp.comm.describe()}; {torch.cuda.get_device_name()}"
+
+
+def slowest(answers: list[dict[str, float]]) -> dict[str, float]:
+    return {f"{name}_us": round(max(answer[name] for answer in answers), 2) for name in answers[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=5120)
+    parser.add_argument("--rows", type=int, nargs="+", default=NUM_ROWS)
+    parser.add_argument("--json", type=Path, help="append the lines to this file")
+    given = parser.parse_args()
+    # Multicast is another matter, and not for every machine.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    lines: dict[int, dict[str, Any]] = {num_rows: {} for num_rows in given.rows}
+    for use_pynccl, function in ((True, times_us), (False, torch_us)):
+        pool = RankPool(given.tp, "cuda", use_pynccl=use_pynccl)
+        (about, *_) = pool.run(prepare, max(given.rows) * given.hidden_size * 2)
+        print(about, flush=True)
+        for num_rows, line in lines.items():
+            line |= slowest(pool.run(function, given.hidden_size, num_rows))
+        pool.close()
+    for num_rows, line in lines.items():
+        found = {"rows": num_rows, "hidden_size": given.hidden_size, "tp": given.tp, **line}
+        record("multigpu", found, save=False)
+        if given.json is not None:
+            with given.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
