@@ -32,13 +32,14 @@ from minisgl_batch.errors import (
 )
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
-from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output
+from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output, reopen_resumed
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
-from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, Priority
+from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, JobState, Priority
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.places import Place
 from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.resume import Resumption
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
 from minisgl_jobs.submission import Source, Submission, Transport, prepare
@@ -167,21 +168,44 @@ class Client:
             self.check_predecessor(after)
         if submission.overwrite:
             self._refuse_running_output(folder, spec.job_id)
-        if self._queue.create(spec):
+        resumption = submission.resumption
+        if resumption is not None and not self._begin_resuming(spec, resumption):
+            return JobHandle(self._redis, self._queue, spec.job_id)
+        if self._queue.create(spec, epoch=resumption.epoch if resumption is not None else 0):
             try:
+                if resumption is not None:
+                    self._queue.adopt(spec, resumption.done)
                 payloads = submission.payloads()
                 while batch := dict(islice(payloads, _CHUNKS_PER_APPEND)):
                     self._queue.append(spec, batch)
                 if submission.overwrite:
                     clear_dataset(folder)
-                claim_output(folder, spec.job_id)
+                claim_output(folder, spec.job_id, spec)
+                if resumption is not None and len(resumption.done) < spec.num_chunks:
+                    reopen_resumed(folder)
                 self._seal(spec, after or "", start_at.timestamp() if start_at is not None else 0.0)
             except BaseException:
                 with suppress(QueueError):  # what can't be dropped now expires
                     self._queue.drop(spec)
-                release_output(folder, spec.job_id)
+                if resumption is None:
+                    release_output(folder, spec.job_id)
                 raise
         return JobHandle(self._redis, self._queue, spec.job_id)
+
+    def _begin_resuming(self, spec: JobSpec, resumption: Resumption) -> bool:
+        """Make room for a job that goes on; False when it is under way, or has nothing left to do."""
+        try:
+            state = self._queue.status(spec.job_id).state
+        except JobNotFoundError:  # expired, purged, or lost with its Redis
+            return True
+        if state is JobState.SUBMITTING:
+            self._queue.drop(spec)
+            return True
+        if not state.is_final or (state.is_complete and len(resumption.done) == spec.num_chunks):
+            return False
+        with suppress(JobNotFoundError):
+            self._queue.purge(spec.job_id)
+        return True
 
     def check_predecessor(self, after: str) -> None:
         """Make sure that a new job may follow this one.

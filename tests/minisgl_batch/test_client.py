@@ -113,7 +113,7 @@ def test_one_job_at_a_time_writes_to_a_folder(
     client: redis.Redis, submit: Callable[..., JobHandle], tmp_path: Path
 ) -> None:
     first = submit(["a"])
-    with pytest.raises(OutputError, match=f"the output of job {first.id}, which hasn't ended"):
+    with pytest.raises(OutputError, match=f"the output of job {first.id}, which is another: its rows differ"):
         submit(["b"])
     with pytest.raises(JobStateError, match=f"the output of job {first.id}, which is queued: cancel it first"):
         submit(["b"], overwrite=True)
