@@ -15,6 +15,7 @@ from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_this_host
 from minisgl_batch.hub import model_path
 from minisgl_jobs.connection import connect
+from minisgl_jobs.roots import SEPARATOR, VARIABLE, AllowedRoots
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
 from minisgl_workers.supervisor import GroupPlan, Supervisor
 
@@ -27,11 +28,12 @@ def group_children(options: WorkerOptions, directory: Path) -> list[ChildPlan]:
     """The processes of a group, the frontend first; their sockets are in `directory`."""
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     sockets = str(directory)
+    roots = {VARIABLE: SEPARATOR.join(options.allow_roots)}
     tasks = TaskRunnerConfig(options.redis_url, options.model, worker_id)
     return [
         ChildPlan("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
         *_ranks(options.engine, directory),
-        ChildPlan("tasks", "minisgl_workers.task_runner", tasks, is_spare=True),
+        ChildPlan("tasks", "minisgl_workers.task_runner", tasks, roots, is_spare=True),
     ]
 
 
@@ -58,10 +60,12 @@ def run_worker(
         on_ready: called with the ready information of each process, by name, whenever the group serves.
 
     Raises:
+        InvalidParameterError: an allowed root is neither a folder nor a URL.
         WorkerError: the group couldn't start, or died too often.
         ModelError: there is no such model.
         RedisUnavailableError: there is no such Redis.
     """
+    AllowedRoots(options.allow_roots)
     model_path(options.engine.model)  # a wrong name or URL shows here, before any process starts
     connect(options.redis_url).close()
 
