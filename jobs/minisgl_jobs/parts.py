@@ -8,6 +8,7 @@ Knows nothing of Redis. Called by frontends (write, commit) and finalise (commit
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ PENDING_PATTERN = re.compile(r"\.part-(\d+)-(\d+)\.(.+)")
 TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _METADATA_KEY = b"minisgl_batch"
 _REMOTE_READERS = 16  # footers of parts in an object store that are read at once
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOW_CARDINALITY = ["status", "finish_reason", "stop_reason", "error_type", "model"]
 
 
@@ -239,11 +241,11 @@ def _writing(path: Place, num_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path} can't be written: {error.strerror or error}{_free_space(path, num_bytes)}"
+            f"{path} can't be written: {error.strerror or error}{_free_space(error, path, num_bytes)}"
         ) from error
 
 
-def _free_space(path: Place, num_bytes: int) -> str:
+def _free_space(error: OSError, path: Place, num_bytes: int) -> str:
     """What there is and what it takes, when room is what is lacking."""
     if isinstance(path, RemotePath):
         return ""
@@ -251,6 +253,6 @@ def _free_space(path: Place, num_bytes: int) -> str:
         free = shutil.disk_usage(path.parent).free
     except OSError:
         return ""
-    if free > 2 * num_bytes:
+    if free > 2 * num_bytes and error.errno not in _NO_ROOM:
         return ""
-    return f" ({free >> 10} KiB are free; up to {num_bytes >> 10} KiB are needed)"
+    return f" ({free >> 10} KiB are free; up to {-(-num_bytes >> 10)} KiB are needed)"
