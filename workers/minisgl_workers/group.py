@@ -14,6 +14,7 @@ from minisgl_batch.child_process import ChildPlan
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_this_host
 from minisgl_batch.hub import model_path
+from minisgl_batch.models.config import load_model_config
 from minisgl_jobs.connection import connect
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
 from minisgl_workers.supervisor import GroupPlan, Supervisor
@@ -60,9 +61,13 @@ def run_worker(
     Raises:
         WorkerError: the group couldn't start, or died too often.
         ModelError: there is no such model.
+        InvalidParameterError: the model can't be split over so many ranks.
         RedisUnavailableError: there is no such Redis.
     """
-    model_path(options.engine.model)  # a wrong name or URL shows here, before any process starts
+    # A wrong name, size or URL shows here, before any process starts.
+    path = model_path(options.engine.model)
+    if options.engine.tp > 1:
+        load_model_config(path).check_tp_size(options.engine.tp)
     connect(options.redis_url).close()
 
     plan = GroupPlan(partial(children, options), on_ready, drain_s=options.drain_s, hang_s=options.hang_s)
