@@ -13,12 +13,23 @@ from minisgl_batch.errors import MiniSGLError
 from minisgl_batch.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minisgl_batch.client import Client, JobHandle
+    from minisgl_batch.client import AsyncClient, AsyncJobHandle, Client, JobHandle, JobState
     from minisgl_batch.llm import LLM
 
-__all__ = ["LLM", "Client", "JobHandle", "MiniSGLError", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "AsyncJobHandle",
+    "Client",
+    "JobHandle",
+    "JobState",
+    "MiniSGLError",
+    "SamplingParams",
+    "__version__",
+]
 
-_HOMES = {"LLM": "llm", "Client": "client", "JobHandle": "client"}
+_HOMES = {"LLM": "llm"}
+_HOMES |= dict.fromkeys(("AsyncClient", "AsyncJobHandle", "Client", "JobHandle", "JobState"), "client")
 
 
 def __getattr__(name: str) -> Any:

@@ -120,7 +120,16 @@ class JobStateError(QueueError):
 
 
 class JobTimeoutError(QueueError, TimeoutError):
-    """Raised when a job hasn't ended within the time that the caller would wait; it goes on."""
+    """Raised when a job hasn't ended within the time that the caller would wait; it goes on.
+
+    `job_id` names it, and `state` is the state that it was in.
+    """
+
+    def __init__(self, job_id: str, state: str, timeout_s: float) -> None:
+        super().__init__(f"job {job_id} is still {state} after {timeout_s:g} s")
+        self.job_id = job_id
+        self.state = state
+        self.timeout_s = timeout_s
 
 
 class TaskRefusedError(QueueError):

@@ -60,6 +60,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         num_ok, num_errors: rows by outcome.
         prompt_tokens, cached_tokens, completion_tokens: of all results; cached ones are among the prompts'.
         finished_at: when the last part was there.
+        rows_sha256, token_ids, kept: as in `JobSpec`; a job that goes on with this dataset must have the same.
         engine: what ran: sha256 of weights and tokenizer, chat template, dtype, attention backend, page size, tp.
         parts: in chunk order.
     """
@@ -85,6 +86,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     submitted_at: datetime
     finished_at: datetime
     chunk_rows: int
+    rows_sha256: str = ""
+    token_ids: bool = False
+    kept: bytes = b""
     parts: list[ManifestPart]
 
     @property
@@ -126,6 +130,9 @@ def make_manifest(
         submitted_at=datetime.fromtimestamp(spec.submitted_at, timezone.utc),
         finished_at=datetime.now(timezone.utc),
         chunk_rows=spec.chunk_rows,
+        rows_sha256=spec.rows_sha256,
+        token_ids=spec.token_ids,
+        kept=spec.kept,
         parts=[ManifestPart(p.name, p.info.num_rows, p.num_bytes, p.info.input_sha256) for p in parts],
     )
     foreign = [part.name for part in parts if part.info.job_id != spec.job_id]
@@ -154,6 +161,16 @@ def finish_dataset(folder: Place, manifest: Manifest) -> None:
     if manifest.is_complete:
         write_file(folder / SUCCESS, b"")
     release_output(folder, manifest.job_id)
+
+
+def reopen_resumed(folder: Place) -> None:
+    """Take `_SUCCESS` and the manifest away before a job goes on with what is in its folder, which it has claimed.
+
+    Raises:
+        OutputError: the folder can't be written.
+    """
+    for name in (SUCCESS, MANIFEST):
+        remove_file(folder / name)
 
 
 def reopen_dataset(folder: Place, job_id: str) -> None:
@@ -241,15 +258,19 @@ def check_output(folder: Place, *, job_id: str = "", overwrite: bool = False) ->
         raise OutputError(f"{folder} can't be written: {existing} is not a folder that you may write to")
 
 
-def claim_output(folder: Place, job_id: str) -> None:
+def claim_output(folder: Place, job_id: str, spec: JobSpec | None = None) -> None:
     """Make a folder the output of one job until it has ended: two would overwrite each other's parts.
+
+    Args:
+        spec: the job, for `read_owner`, as long as there is no manifest that tells it.
 
     Raises:
         OutputError: another job has it, or it can't be written.
     """
     try:
         make_folder(folder)
-        create(folder / OWNER, job_id.encode())
+        record = b"" if spec is None else b"\n" + msgspec.json.encode(spec) + b"\n"
+        create(folder / OWNER, job_id.encode() + record)
     except FileExistsError:
         if (owner := output_owner(folder)) != job_id:
             raise OutputError(f"{folder} holds the output of job {owner}, which hasn't ended") from None
@@ -264,11 +285,31 @@ def output_owner(folder: Place) -> str:
         OutputError: the folder can't be read.
     """
     try:
-        return (folder / OWNER).read_bytes().decode()
+        return (folder / OWNER).read_bytes().partition(b"\n")[0].decode()
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
         raise OutputError(f"{folder / OWNER} can't be read: {error.strerror}") from error
+
+
+def read_owner(folder: Place) -> JobSpec | None:
+    """The job whose output this is until it has ended; None for none, or where that isn't told.
+
+    Raises:
+        OutputError: the folder can't be read.
+        SchemaVersionError: another release wrote it.
+    """
+    path = folder / OWNER
+    try:
+        record = path.read_bytes().partition(b"\n")[2]
+        if not record:
+            return None
+        check_schema_version(msgspec.json.decode(record, type=_Versioned).schema_version, str(path))
+        return msgspec.json.decode(record, type=JobSpec)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise OutputError(f"{path} can't be read: {error}") from error
 
 
 def release_output(folder: Place, job_id: str) -> None:
@@ -315,4 +356,4 @@ def _is_ours(name: str) -> bool:
 
 
 class _Versioned(msgspec.Struct):
-    schema_version: int
+    schema_version: int = SCHEMA_VERSION

@@ -92,35 +92,42 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place) -> None:
     """Save the finished rows of chunks that a canceled job didn't finish, in a retry beside the old ones."""
     for chunk in job.left_over:
         path = folder / part_name(chunk)
-        rows, kept = job.spec.chunk_range(chunk), None
+        rows, kept, sha256 = job.spec.chunk_range(chunk), None, ""
         results = {key: decode_result(data) for key, data in outbox.spooled(job.spec.job_id, chunk).items()}
         if path.exists():
             if read_part(path).info.epoch == job.epoch:
                 continue  # this was done before
-            part = read_part_table(path)
+            part, sha256 = read_part_table(path), read_part(path).info.input_sha256
             old = table_to_results(part)
             results = {(result.row_index, result.sample_index): result for result in old} | results
             kept = columns_of(part, rows, job.spec.kept)
-        elif job.spec.kept and results:
-            kept = _read_kept(outbox, job, chunk)
+        elif results:
+            kept, sha256 = _read_input(outbox, job, chunk)
         if not results:
             continue
         table = results_to_table(results.values(), token_ids=job.spec.token_ids)
         table = add_columns(table, kept, rows.start, job.spec.kept)
-        # No hash of the input: a later job that resumes must not take the chunk for whole.
-        info = PartInfo(job_id=job.spec.job_id, chunk=chunk, epoch=job.epoch, input_sha256="", num_rows=table.num_rows)
+        info = PartInfo(
+            job_id=job.spec.job_id,
+            chunk=chunk,
+            epoch=job.epoch,
+            input_sha256=sha256,
+            num_rows=table.num_rows,
+            is_whole=False,
+        )
         write_part(folder, table, info, LEFT_OVER_TOKEN)
         commit_part(folder, chunk, job.epoch, LEFT_OVER_TOKEN)
 
 
-def _read_kept(outbox: Outbox, job: FinalisingJob, chunk: int) -> pa.Table | None:
-    """What a chunk keeps of the input; None where that can't be read any more, as the job is over all the same."""
+def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int) -> tuple[pa.Table | None, str]:
+    """What a chunk keeps of the input, and its hash; neither where it can't be read: the job is over all the same."""
     reader = ChunkReader()
     try:
-        return reader.read(job.spec, chunk, outbox.payload(job.spec.job_id, chunk)).kept
+        found = reader.read(job.spec, chunk, outbox.payload(job.spec.job_id, chunk))
+        return found.kept, found.sha256
     except InputUnreachableError as error:
         logger.warning("columns of the input are null in %s: %s", part_name(chunk), error)
-        return None
+        return None, ""
     finally:
         reader.close()
 

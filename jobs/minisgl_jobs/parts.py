@@ -8,6 +8,7 @@ Knows nothing of Redis. Called by frontends (write, commit) and finalise (commit
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ PENDING_PATTERN = re.compile(r"\.part-(\d+)-(\d+)\.(.+)")
 TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _METADATA_KEY = b"minisgl_batch"
 _REMOTE_READERS = 16  # footers of parts in an object store that are read at once
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOW_CARDINALITY = ["status", "finish_reason", "stop_reason", "error_type", "model"]
 
 
@@ -40,6 +42,8 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
         job_id, chunk, epoch: whose results these are.
         input_sha256: `chunk_sha256` of the rows they answer; resume goes by it.
         num_rows: result rows in the part.
+        num_failed: input rows with an error among them.
+        is_whole: whether all rows of the chunk are there, as they are not where a job was canceled.
         prompt_tokens, cached_tokens, completion_tokens: of all of them together.
         schema_version: of the columns.
     """
@@ -49,6 +53,8 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     input_sha256: str
     num_rows: int
+    num_failed: int = 0
+    is_whole: bool = True
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -76,7 +82,7 @@ def pending_name(chunk: int, epoch: int, token: str) -> str:
 def write_part(folder: Place, table: pa.Table, info: PartInfo, token: str) -> Place:
     """Write a part under its pending name; on return it is on disk. The folder is made if it isn't there.
 
-    The token counts of `info` are taken from the table.
+    The counts of tokens and failed rows in `info` are taken from the table.
 
     Raises:
         OutputError: the disk is full, or the folder can't be written; nothing is left behind.
@@ -86,6 +92,8 @@ def write_part(folder: Place, table: pa.Table, info: PartInfo, token: str) -> Pl
         raise ValueError(f"part {info.chunk} says {info.num_rows} rows and holds {table.num_rows}")
     path = folder / pending_name(info.chunk, info.epoch, token)
     info = msgspec.structs.replace(info, **{name: pc.sum(table[name]).as_py() or 0 for name in TOKEN_COUNTS})
+    failed = table.filter(pc.equal(table["status"], "error"))["row_index"]
+    info = msgspec.structs.replace(info, num_failed=pc.count_distinct(failed).as_py())
     described = table.replace_schema_metadata({_METADATA_KEY: msgspec.json.encode(info)})
     with _writing(path, table.nbytes):
         make_folder(folder)
@@ -233,11 +241,11 @@ def _writing(path: Place, num_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path} can't be written: {error.strerror or error}{_free_space(path, num_bytes)}"
+            f"{path} can't be written: {error.strerror or error}{_free_space(error, path, num_bytes)}"
         ) from error
 
 
-def _free_space(path: Place, num_bytes: int) -> str:
+def _free_space(error: OSError, path: Place, num_bytes: int) -> str:
     """What there is and what it takes, when room is what is lacking."""
     if isinstance(path, RemotePath):
         return ""
@@ -245,6 +253,6 @@ def _free_space(path: Place, num_bytes: int) -> str:
         free = shutil.disk_usage(path.parent).free
     except OSError:
         return ""
-    if free > 2 * num_bytes:
+    if free > 2 * num_bytes and error.errno not in _NO_ROOM:
         return ""
-    return f" ({free >> 10} KiB are free; up to {num_bytes >> 10} KiB are needed)"
+    return f" ({free >> 10} KiB are free; up to {-(-num_bytes >> 10)} KiB are needed)"

@@ -40,8 +40,11 @@ class JobQueue:
         self._scripts = Scripts(client)
         self._submit_ttl_ms = int(submit_ttl_s * 1000)
 
-    def create(self, spec: JobSpec) -> bool:
+    def create(self, spec: JobSpec, *, epoch: int = 0) -> bool:
         """Make the record of a job; `append` and `seal` follow.
+
+        Args:
+            epoch: of the first parts that it writes; 0 unless it is resumed.
 
         Returns:
             Whether the job is being submitted; False when the same job was submitted before and needs no more rows.
@@ -62,13 +65,29 @@ class JobQueue:
             "rows": spec.num_rows,
             "chunk_rows": spec.chunk_rows,
             "num_chunks": spec.num_chunks,
-            **dict.fromkeys(("epoch", "next", "done", "ok", "errors"), 0),
+            "epoch": epoch,
+            **dict.fromkeys(("next", "done", "ok", "errors"), 0),
         }
         flat = [item for field in fields.items() for item in field]
         answer = self._scripts.run("create", keys.prefix, spec.job_id, _digest(spec), self._submit_ttl_ms, *flat)
         if answer == b"taken":
             raise JobStateError(f"job {spec.job_id} exists and is another one: give this job another id")
         return bool(answer != b"sealed")
+
+    def adopt(self, spec: JobSpec, done: Mapping[int, int]) -> None:
+        """Mark chunks as done before a job is sealed: chunk -> error rows in its part.
+
+        Chunks without error rows need no payload.
+
+        Raises:
+            JobNotFoundError: the job wasn't created, or waited too long.
+        """
+        prefix = QueueKeys(queue_name(spec.model)).prefix
+        chunks = list(done.items())
+        for start in range(0, len(chunks), MAX_APPEND_CHUNKS):
+            flat = [number for pair in chunks[start : start + MAX_APPEND_CHUNKS] for number in pair]
+            if self._scripts.run("adopt", prefix, spec.job_id, self._submit_ttl_ms, *flat) == b"gone":
+                raise _ended(spec.job_id)
 
     def append(self, spec: JobSpec, payloads: Mapping[int, bytes]) -> None:
         """Add payloads of chunks; any order, and a chunk may be given again.

@@ -85,6 +85,11 @@ class TokenReader:
         self._resynced = 0.0
         self._sweep_due = True
         self._away_since: float | None = None
+        self.is_stopped = False
+
+    def stop(self) -> None:
+        """End the iteration within LOOK_S; may be called by another thread than the one that iterates."""
+        self.is_stopped = True
 
     def announce(self) -> None:
         """Tell the workers that somebody reads. Iterating does; call it before `JobQueue.seal` to miss nothing."""
@@ -96,7 +101,7 @@ class TokenReader:
 
     def __iter__(self) -> Iterator[Event]:
         try:
-            while self._state is None or not self._state.is_final:
+            while not self._is_over():
                 yield from self._session()
         finally:
             self.close()
@@ -135,7 +140,7 @@ class TokenReader:
     def _follow(self) -> Iterator[Event]:
         yield from self._catch_up()
         yield from self._change()
-        while self._state is not None and not self._state.is_final:
+        while not self._is_over():
             if self._sweep_due:
                 self._sweep_due = False
                 yield from self._sweep(self._texts.missing())
@@ -149,6 +154,9 @@ class TokenReader:
             self._refresh()
             if time.monotonic() >= self._look_at:
                 yield from self._change()
+
+    def _is_over(self) -> bool:
+        return self.is_stopped or (self._state is not None and self._state.is_final)
 
     def _receive(self, message: dict[str, Any]) -> Iterator[Event]:
         if message["type"] != "message":  # the client library has lost its connection and subscribed again

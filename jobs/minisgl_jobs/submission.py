@@ -31,6 +31,7 @@ from minisgl_jobs.model import MAX_CHUNK_ROWS, InputInfo, InputReference, JobSpe
 from minisgl_jobs.places import Place, place
 from minisgl_jobs.records import Record
 from minisgl_jobs.references import ChunkReader
+from minisgl_jobs.resume import Resumption, find_earlier, option_facts, resume
 from minisgl_jobs.rows import ReadOptions, RowReader
 from minisgl_jobs.sources import STDIN, object_lines
 
@@ -58,10 +59,12 @@ class Submission:
         faults: of rows that are recorded as error rows.
         models: models that OpenAI lines name, the first few; the job runs on its own.
         examples: its first rows.
+        resumption: what of the job is in the output already; None when it begins anew.
     """
 
-    def __init__(self, spec: JobSpec, rows: _CheckedRows, *, overwrite: bool) -> None:
+    def __init__(self, spec: JobSpec, rows: _CheckedRows, *, overwrite: bool, resumption: Resumption | None) -> None:
         self.spec = spec
+        self.resumption = resumption
         self.overwrite = overwrite
         self.faults: FaultLog = rows.reader.faults
         self.models: list[str] = rows.reader.models
@@ -75,8 +78,9 @@ class Submission:
         return self._chunks.num_bytes
 
     def payloads(self) -> Iterator[tuple[int, bytes]]:
-        """Each chunk and its payload, as `JobQueue.append` takes them."""
-        return enumerate(self._chunks)
+        """Each chunk and its payload, as `JobQueue.append` takes them, without those that need none any more."""
+        done = self.resumption.done if self.resumption is not None else {}
+        return ((chunk, payload) for chunk, payload in enumerate(self._chunks) if done.get(chunk, 1))
 
     def chunks(self) -> Iterator[list[Row]]:
         """The rows of each chunk; an input that is left where it is is read once more.
@@ -86,7 +90,7 @@ class Submission:
         """
         reader = ChunkReader()
         try:
-            for chunk, payload in self.payloads():
+            for chunk, payload in enumerate(self._chunks):
                 yield reader.read(self.spec, chunk, payload).rows
         finally:
             reader.close()
@@ -121,19 +125,28 @@ def prepare(
 ) -> Submission:
     """Read an input to its end and check all of it; nothing is queued or changed.
 
+    A job whose output is in the folder already goes on with it, under its old id.
+
     Arguments as `Client.submit`; `read` holds those that say how rows are read.
 
     Raises:
         InvalidInputError: the input can't be read or has faults, which it lists, or holds no rows.
-        OutputError: the output folder holds a dataset, or can't be written.
+        OutputError: the output folder holds another job's dataset, or can't be written.
         UsageError: an argument has a value that can't be used; names it.
     """
-    job_id = new_job_id(source) if job_id is None else job_id
+    given_id, job_id = job_id, new_job_id(source) if job_id is None else job_id
     folder = output_folder(output, job_id)
     _check_arguments(source, model, chunk_rows, seed, job_id)
     level = _priority(priority)
-    check_output(folder, job_id=job_id, overwrite=overwrite)
-    read = read or ReadOptions()
+    read, params = read or ReadOptions(), params or SamplingParams()
+    earlier = None if overwrite else find_earlier(folder)
+    if earlier is not None:
+        earlier.check(folder, option_facts(model, params, read.system, chunk_rows, token_ids=token_ids))
+        for name, value, old in (("job_id", given_id, earlier.job_id), ("seed", seed, earlier.seed)):
+            if value not in (None, old):
+                earlier.refuse(folder, f"{name} is {value} and was {old}")
+        job_id, seed = earlier.job_id, earlier.seed
+    check_output(folder, job_id=job_id, overwrite=overwrite or earlier is not None)
     if isinstance(source, str | os.PathLike):
         with open_source(source, read.columns) as records:
             rows = _CheckedRows(records.name, records, read, chunk_rows, transport, records)
@@ -147,7 +160,7 @@ def prepare(
         num_rows=rows.reader.num_rows,
         chunk_rows=chunk_rows,
         output=str(folder),
-        params=params or SamplingParams(),
+        params=params,
         seed=secrets.randbelow(MAX_SEED) if seed is None else seed,
         system=read.system,
         priority=level,
@@ -159,7 +172,12 @@ def prepare(
         reference=_reference(uri, read) if rows.is_reference else None,
         kept=rows.kept,
     )
-    return Submission(spec, rows, overwrite=overwrite)
+    try:
+        resumption = None if earlier is None else resume(folder, earlier, spec, rows.hashes)
+    except BaseException:
+        rows.close()
+        raise
+    return Submission(spec, rows, overwrite=overwrite, resumption=resumption)
 
 
 def _reference(uri: str, read: ReadOptions) -> InputReference:
@@ -221,6 +239,7 @@ class _CheckedRows:
 
     Attributes:
         values, references: payloads of all chunks; those that hold rows are given up when they become too large.
+        hashes: `chunk_sha256` of all chunks, raw.
         is_reference: whether the references are to be used.
         kept: types of the kept columns.
     """
@@ -245,16 +264,16 @@ class _CheckedRows:
         can_refer = source is not None and bool(source.uri)
         if self.is_reference and not can_refer:
             raise InvalidParameterError("by_reference", f"workers can't read {name} themselves: give a file")
-        self._sha256 = hashlib.sha256()
+        self.hashes: list[bytes] = []
         try:
             for rows in iter_chunks(self.reader.rows(records, source), chunk_rows):
                 self.examples += rows[: NUM_EXAMPLES - len(self.examples)]
                 kept = self.reader.kept.take()
                 sha256 = chunk_sha256(rows, kept)
-                self._sha256.update(sha256.encode())
+                self.hashes.append(bytes.fromhex(sha256))
                 if can_refer and source is not None:
                     faulty = [row for row in rows if row.error is not None]
-                    self.references.add(encode_reference(ChunkReference(*source.mark(), bytes.fromhex(sha256), faulty)))
+                    self.references.add(encode_reference(ChunkReference(*source.mark(), self.hashes[-1], faulty)))
                 if not self.is_reference:
                     self.values.add(encode_chunk(rows, kept))
                     self.is_reference = can_refer and transport == "auto" and self.values.num_bytes > MAX_VALUE_BYTES
@@ -267,7 +286,7 @@ class _CheckedRows:
 
     @property
     def sha256(self) -> str:
-        return self._sha256.hexdigest()
+        return hashlib.sha256("".join(sha256.hex() for sha256 in self.hashes).encode()).hexdigest()
 
     def close(self) -> None:
         self.values.close()

@@ -68,7 +68,7 @@ def run(
             status = job.status()
             report(job, status, submission.examples)
     if is_interrupted:
-        talk("to run all rows, start again with --overwrite or another --output")
+        talk("start it again to go on with the other rows")
     if as_json:
         print_json(status_record(status))
     else:

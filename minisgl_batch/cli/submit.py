@@ -109,6 +109,10 @@ def _wait(job: JobHandle) -> JobStatus:
 
 def tell_of_input(submission: Submission) -> None:
     """What a user should know about an input that can be used all the same."""
+    if submission.resumption is not None:
+        spec, done = submission.spec, submission.resumption.done
+        there = sum(len(spec.chunk_range(chunk)) for chunk in done)
+        talk(f"job {spec.job_id} goes on: {there:,} of {count(spec.num_rows, 'row')} are in {spec.output}")
     faults = submission.faults
     if faults.num_faults:
         talk(f"{faults.num_faults} of {count(submission.spec.num_rows, 'row')} can't be used and become error rows:")

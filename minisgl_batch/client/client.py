@@ -8,17 +8,22 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+import pyarrow as pa
 
 from minisgl_batch.client.handle import JobHandle
 from minisgl_batch.client.progress import measure
 from minisgl_batch.client.show import Overview
 from minisgl_batch.errors import (
+    InvalidInputError,
     InvalidParameterError,
     JobNotFoundError,
     JobStateError,
@@ -27,13 +32,14 @@ from minisgl_batch.errors import (
 )
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
-from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output
+from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output, reopen_resumed
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
-from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, Priority
+from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, JobState, Priority
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.places import Place
 from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.resume import Resumption
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
 from minisgl_jobs.submission import Source, Submission, Transport, prepare
@@ -92,8 +98,8 @@ class Client:
         """Read an input, check all of it, and queue it as one job. Nothing is queued when anything is wrong.
 
         Args:
-            source: a path or URL of a JSONL, CSV, Parquet or Arrow file or of a folder of them, "-" for stdin, or rows
-                as dicts or prompts.
+            source: a path or URL of a JSONL, CSV, Parquet or Arrow file or of a folder of them, "-" for stdin, rows as
+                dicts or prompts, or a table (of pyarrow, pandas, polars: anything with an Arrow stream).
             model: the name that workers serve it as.
             output: a folder or URL that the workers see; by default `outputs/<job id>` here.
             params: sampling of rows that don't say otherwise.
@@ -132,21 +138,24 @@ class Client:
             limit=limit,
             on_error=on_error,
         )
-        with prepare(
-            source,
-            model=model,
-            output=output,
-            params=_sampling(params, fields),
-            read=read,
-            priority=priority,
-            chunk_rows=chunk_rows,
-            seed=seed,
-            token_ids=token_ids,
-            overwrite=overwrite,
-            job_id=job_id,
-            transport=transport,
-        ) as submission:
-            job = self.submit_prepared(submission, after=after, start_at=start_at)
+        with ExitStack() as stack:
+            if not isinstance(source, str | os.PathLike) and hasattr(source, "__arrow_c_stream__"):
+                source, transport = stack.enter_context(_as_file(source)), "value"
+            submission = prepare(
+                source,
+                model=model,
+                output=output,
+                params=_sampling(params, fields),
+                read=read,
+                priority=priority,
+                chunk_rows=chunk_rows,
+                seed=seed,
+                token_ids=token_ids,
+                overwrite=overwrite,
+                job_id=job_id,
+                transport=transport,
+            )
+            job = self.submit_prepared(stack.enter_context(submission), after=after, start_at=start_at)
         self.warn_if_unserved(model)
         return job
 
@@ -159,21 +168,44 @@ class Client:
             self.check_predecessor(after)
         if submission.overwrite:
             self._refuse_running_output(folder, spec.job_id)
-        if self._queue.create(spec):
+        resumption = submission.resumption
+        if resumption is not None and not self._begin_resuming(spec, resumption):
+            return JobHandle(self._redis, self._queue, spec.job_id)
+        if self._queue.create(spec, epoch=resumption.epoch if resumption is not None else 0):
             try:
+                if resumption is not None:
+                    self._queue.adopt(spec, resumption.done)
                 payloads = submission.payloads()
                 while batch := dict(islice(payloads, _CHUNKS_PER_APPEND)):
                     self._queue.append(spec, batch)
                 if submission.overwrite:
                     clear_dataset(folder)
-                claim_output(folder, spec.job_id)
+                claim_output(folder, spec.job_id, spec)
+                if resumption is not None and len(resumption.done) < spec.num_chunks:
+                    reopen_resumed(folder)
                 self._seal(spec, after or "", start_at.timestamp() if start_at is not None else 0.0)
             except BaseException:
                 with suppress(QueueError):  # what can't be dropped now expires
                     self._queue.drop(spec)
-                release_output(folder, spec.job_id)
+                if resumption is None:
+                    release_output(folder, spec.job_id)
                 raise
         return JobHandle(self._redis, self._queue, spec.job_id)
+
+    def _begin_resuming(self, spec: JobSpec, resumption: Resumption) -> bool:
+        """Make room for a job that goes on; False when it is under way, or has nothing left to do."""
+        try:
+            state = self._queue.status(spec.job_id).state
+        except JobNotFoundError:  # expired, purged, or lost with its Redis
+            return True
+        if state is JobState.SUBMITTING:
+            self._queue.drop(spec)
+            return True
+        if not state.is_final or (state.is_complete and len(resumption.done) == spec.num_chunks):
+            return False
+        with suppress(JobNotFoundError):
+            self._queue.purge(spec.job_id)
+        return True
 
     def check_predecessor(self, after: str) -> None:
         """Make sure that a new job may follow this one.
@@ -273,6 +305,24 @@ class Client:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _as_file(table: Any) -> Iterator[str]:
+    """A table as an Arrow file for the time of a submission: read as files are, and never twice in memory."""
+    with tempfile.TemporaryDirectory(prefix="minisgl-") as folder:
+        path = Path(folder) / "table.arrow"
+        try:
+            with (
+                pa.RecordBatchReader.from_stream(table) as reader,
+                pa.OSFile(str(path), "wb") as file,
+                pa.ipc.new_file(file, reader.schema) as writer,
+            ):
+                for batch in reader:
+                    writer.write_batch(batch)
+        except (OSError, pa.ArrowException) as error:
+            raise InvalidInputError(f"the table can't be kept in {folder}: {error}") from error
+        yield str(path)
 
 
 def _sampling(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:

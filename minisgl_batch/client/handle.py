@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 
 import pyarrow as pa
 import redis
 
 from minisgl_batch.client.progress import Progress, measure
-from minisgl_batch.errors import JobStateError, JobTimeoutError, OutputError, RedisUnavailableError, UsageError
+from minisgl_batch.client.show import JOB_COLUMNS, ProgressBar, html_table, job_row
+from minisgl_batch.client.watching import Watcher
+from minisgl_batch.errors import JobStateError, MiniSGLError, OutputError, UsageError
 from minisgl_jobs.dataset import remove_dataset, reopen_dataset
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.job_results import JobResults
@@ -18,21 +21,21 @@ from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import JobSpec, JobState, RowResult
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.queue import JobQueue
-from minisgl_jobs.reader import OUTAGE_S, Event, TokenReader
+from minisgl_jobs.reader import Event, TokenReader
 from minisgl_jobs.results import result_schema, table_to_results
 from minisgl_jobs.status import JobStatus
 from minisgl_jobs.tasks import forget_tasks
 from minisgl_jobs.unserved import end_unserved
 
 POLL_S = 0.1
-HELP_S = 1.0  # between looks whether a job that only has to be ended is left alone
 
 
 class JobHandle:
     """One job of a Client.
 
-    Its states: submitting, queued, running, canceling, finalising, and at last one of finished (every row succeeded),
-    partial (complete, with error rows), failed and canceled. A retry takes a partial job back to queued.
+    Its states (`JobState`): submitting, queued (held jobs too), running, canceling, finalising, and at last one of
+    finished (every row succeeded), partial (complete, with error rows), failed and canceled. A retry takes a partial
+    job back to queued.
 
     Methods raise JobNotFoundError when the job is gone (finished jobs expire), and RedisUnavailableError.
     """
@@ -45,6 +48,13 @@ class JobHandle:
 
     def __repr__(self) -> str:
         return f"JobHandle({self.id!r})"
+
+    def _repr_html_(self) -> str:
+        """How notebooks show it: a row with its state and progress at this moment."""
+        try:
+            return html_table(JOB_COLUMNS, [job_row(self.progress())])
+        except MiniSGLError as error:
+            return html_table(("JOB", "STATE"), [(self.id, str(error))])
 
     def status(self) -> JobStatus:
         """All that the queue knows about the job."""
@@ -60,38 +70,39 @@ class JobHandle:
 
         A job that only has to be ended, and whose model no worker serves any more, is ended by this.
         """
-        away_since: float | None = None
-        help_at = 0.0
+        watcher = self.watcher()
         while True:
-            try:
-                progress = self.progress()
-                if time.monotonic() >= help_at:
-                    end_unserved(self._redis, progress.status)
-                    help_at = time.monotonic() + HELP_S
-                away_since = None
-            except RedisUnavailableError:
-                away_since = away_since or time.monotonic()
-                if time.monotonic() - away_since > OUTAGE_S:
-                    raise
-            else:
+            progress = watcher.look()
+            if progress is not None:
                 yield progress
                 if progress.state.is_final:
                     return
             time.sleep(poll_s)
 
-    def wait(self, timeout_s: float | None = None) -> JobStatus:
+    def watcher(self) -> Watcher:
+        """For loops of one's own: what `watch` looks with."""
+        return Watcher(self._redis, self.id, self.progress)
+
+    def wait(self, timeout_s: float | None = None, *, show: bool = False) -> JobStatus:
         """Wait until the job has ended, and answer its last status.
 
+        Args:
+            timeout_s: at most so long; by default for ever.
+            show: draw a progress bar meanwhile, in a notebook or on a terminal.
+
         Raises:
-            JobTimeoutError: it hasn't ended within `timeout_s`.
+            JobTimeoutError: it hasn't ended within `timeout_s`; says what state it is in.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for progress in self.watch():
-            if progress.state.is_final:
-                return progress.status
-            if deadline is not None and time.monotonic() >= deadline:
-                raise JobTimeoutError(f"job {self.id} is still {progress.state.value} after {timeout_s:g} s")
-        raise AssertionError("watch ends with a final status")
+        watcher = self.watcher()
+        with ProgressBar() if show else nullcontext() as bar:
+            while True:
+                progress = watcher.look()
+                if progress is not None and bar is not None:
+                    bar.update(progress)
+                if progress is not None and progress.state.is_final:
+                    return progress.status
+                watcher.check_time(timeout_s)
+                time.sleep(POLL_S)
 
     def cancel(self) -> None:
         """Stop the job: its readers see it at once, rows that run stop, finished ones stay. May be repeated.
@@ -155,11 +166,15 @@ class JobHandle:
             UsageError: the job has no such row.
             OutputError: finished rows are in a folder that isn't here.
         """
+        return iter(self.open_reader(rows))
+
+    def open_reader(self, rows: Collection[int] | None = None) -> TokenReader:
+        """What `stream` iterates over. Arguments and errors as there."""
         num_rows = self.status().spec.num_rows
         for row in rows or ():
             if not 0 <= row < num_rows:
                 raise UsageError(f"job {self.id} has no row {row}: its rows are 0 to {num_rows - 1}")
-        return iter(TokenReader(self._redis, self.id, self._results.fetch, rows=rows))
+        return TokenReader(self._redis, self.id, self._results.fetch, rows=rows)
 
     def results(self, *, partial: bool = False) -> pa.Table:
         """The results as an Arrow table. Arguments and errors as `batches`."""
@@ -170,7 +185,11 @@ class JobHandle:
     def rows(self, *, partial: bool = False) -> Iterator[RowResult]:
         """The results one by one, in row order. Arguments and errors as `batches`."""
         for batch in self.batches(partial=partial):
-            yield from table_to_results(pa.Table.from_batches([batch]))
+            yield from self.rows_of(batch)
+
+    def rows_of(self, batch: pa.RecordBatch) -> list[RowResult]:
+        """The results in one of `batches`."""
+        return list(table_to_results(pa.Table.from_batches([batch])))
 
     def batches(self, *, partial: bool = False) -> Iterator[pa.RecordBatch]:
         """The results in row order, a part of the dataset at a time: for more than fits into memory.

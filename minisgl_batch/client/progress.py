@@ -42,7 +42,9 @@ def measure(status: JobStatus, workers: Iterable[WorkerInfo]) -> Progress:
     busy = {lease.worker_id for lease in status.leases}
     working = [worker for worker in workers if worker.worker_id in busy]
     prompt_tokens = sum(worker.prompt_tokens for worker in working)
-    rows_done = min(spec.num_rows, status.rows_done + status.num_spooled // (spec.params.n or 1))
+    # In a retry the old error rows are what is left to do.
+    committed = status.rows_ok if status.epoch and not status.state.is_final else status.rows_done
+    rows_done = min(spec.num_rows, committed + status.num_spooled // (spec.params.n or 1))
     return Progress(
         status=status,
         rows_done=rows_done,

@@ -6,10 +6,15 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from minisgl_batch.client.progress import Progress
 from minisgl_batch.words import duration, one_line
 from minisgl_jobs.status import WorkerInfo
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 JOB_COLUMNS = ("JOB", "STATE", "MODEL", "ROWS", "FAILED", "TOK/S", "LEFT", "SUBMITTED")
 WORKER_COLUMNS = ("WORKER", "MODEL", "RUNNING", "WAITING", "TOK/S", "CACHED", "UP", "ON")
@@ -40,6 +45,54 @@ class Overview:
         jobs = html_table(JOB_COLUMNS, map(job_row, self.jobs))
         workers = html_table(WORKER_COLUMNS, map(worker_row, self.workers))
         return f"{jobs}{workers}<p>{escape(self.summary)}</p>"
+
+
+class ProgressBar:
+    """How far a job is, as a bar in a notebook or on a terminal. Use as a context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        """`console` by default is standard output's."""
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn())
+        self._bar = Bar(*columns, TextColumn("{task.fields[rest]}"), console=console, transient=console is not None)
+        self._task = self._bar.add_task("queued", total=None, rest="")
+
+    def update(self, progress: Progress) -> None:
+        """Show this now."""
+        self._bar.update(
+            self._task,
+            description=progress.state.value,
+            completed=progress.rows_done,
+            total=progress.num_rows,
+            rest=" · ".join(details(progress)),
+        )
+
+    def __enter__(self) -> ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def details(progress: Progress) -> list[str]:
+    """What there is to say beside the number of rows, such as `2 failed`, `1,200 tok/s`, `20 s left`."""
+    found = []
+    if progress.status.waiting:
+        found.append(f"waiting: {progress.status.waiting}")
+    if progress.status.rows_error:
+        found.append(f"{progress.status.rows_error:,} failed")
+    if progress.tokens_per_s:
+        found.append(f"{progress.tokens_per_s:,.0f} tok/s")
+    if progress.cached_share is not None:
+        found.append(f"{progress.cached_share:.0%} of prompts cached")
+    if progress.eta_s is not None:
+        found.append(f"{duration(progress.eta_s)} left")
+    return found
 
 
 def job_row(progress: Progress) -> tuple[str, ...]:

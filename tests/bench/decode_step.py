@@ -32,7 +32,7 @@ def start(bench: Bench, num_rows: int, context: int, first_uid: int) -> list[int
         NewRequest(
             uid,
             np.random.randint(0, 10_000, context, dtype=np.int32).tobytes(),
-            EngineSampling(max_tokens=4000, temperature=0.6, seed=uid),
+            EngineSampling(max_tokens=1000, temperature=0.6, seed=uid),
         )
         for uid in uids
     ]

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import redis
 
@@ -112,7 +113,7 @@ def test_one_job_at_a_time_writes_to_a_folder(
     client: redis.Redis, submit: Callable[..., JobHandle], tmp_path: Path
 ) -> None:
     first = submit(["a"])
-    with pytest.raises(OutputError, match=f"the output of job {first.id}, which hasn't ended"):
+    with pytest.raises(OutputError, match=f"the output of job {first.id}, which is another: its rows differ"):
         submit(["b"])
     with pytest.raises(JobStateError, match=f"the output of job {first.id}, which is queued: cancel it first"):
         submit(["b"], overwrite=True)
@@ -307,6 +308,66 @@ def test_results_on_a_machine_without_the_folder(
     for read in (job.results, lambda: list(job.stream())):
         with pytest.raises(OutputError, match="isn't on this machine"):
             read()
+
+
+def test_a_table_as_input(
+    client: redis.Redis, submit: Callable[..., JobHandle], tmp_path: Path, rng: random.Random
+) -> None:
+    num_rows = rng.randrange(1, 2000)
+    table = pa.table(
+        {
+            "prompt": [f"p{i}" for i in range(num_rows)],
+            "max_tokens": [None if i % 3 else i + 1 for i in range(num_rows)],
+        }
+    )
+    with EchoWorker(client):
+        job = submit(table)
+        assert job.wait(DEADLINE_S).state is JobState.FINISHED
+        assert job.results()["text"].to_pylist() == [f"echo p{i}" for i in range(num_rows)]
+        other = submit(pa.table({"x": ["a"], "id": [7]}), prompt_column="x", keep_columns=["id"], overwrite=True)
+        other.wait(DEADLINE_S)
+        assert [row.text for row in other.rows()] == ["echo a"]
+    with pytest.raises(InvalidInputError):
+        submit(pa.table({"prompt": ["a", ""]}), output=tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_notebooks_show_jobs_as_tables(api: Client, submit: Callable[..., JobHandle], tmp_path: Path) -> None:
+    job = submit(["a"], model="<b>m</b>")
+    shown = job._repr_html_()
+    assert shown.startswith("<table>")
+    for text in (job.id, "queued (waiting)", "0/1", "&lt;b&gt;m&lt;/b&gt;"):
+        assert text in shown
+    assert "<b>m" not in api.overview()._repr_html_()
+    assert repr(job) == f"JobHandle({job.id!r})"
+    job.cancel()
+    job.purge(output=True)
+    assert "no job" in job._repr_html_()
+    assert not (tmp_path / "out").exists()
+
+
+def test_waiting_with_a_progress_bar(
+    client: redis.Redis, submit: Callable[..., JobHandle], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with EchoWorker(client):
+        job = submit(["a", "fail"])
+        assert job.wait(DEADLINE_S, show=True).state is JobState.PARTIAL
+    assert "partial" in capsys.readouterr().out
+
+
+def test_a_wait_keeps_its_time_while_redis_is_away(
+    submit: Callable[..., JobHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = submit(["a"])
+
+    def fail(*_: object) -> None:
+        raise RedisUnavailableError("Redis is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobQueue, "status", fail)
+        with pytest.raises(JobTimeoutError, match="is still not known after"):
+            job.wait(0.05)
+    job.cancel()
 
 
 def test_jobs_and_workers(client: redis.Redis, api: Client, tmp_path: Path) -> None:

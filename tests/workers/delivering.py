@@ -12,7 +12,7 @@ import redis
 from minisgl_batch.errors import RequestError
 from minisgl_batch.tokenizer import SampleOutput
 from minisgl_jobs.finalise import finalise
-from minisgl_jobs.leases import ChunkQueue
+from minisgl_jobs.leases import LEASE_S, ChunkQueue
 from minisgl_jobs.model import JobState, Row
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.queue import JobQueue
@@ -27,13 +27,15 @@ from tests.jobs.helpers import wait_for
 class Group:
     """Attributes: ran: (row, sample) of all that was generated, in order."""
 
-    def __init__(self, client: redis.Redis, model: str, low_water: int = 1) -> None:
+    def __init__(
+        self, client: redis.Redis, model: str, low_water: int = 1, *, name: str = "group-1", lease_s: float = LEASE_S
+    ) -> None:
         self.client = client
-        self.queue = ChunkQueue(client, model, "group-1")
+        self.queue, kept = (ChunkQueue(client, model, name, lease_s=lease_s) for _ in range(2))
+        self.info = WorkerInfo(name, model)
+        self.keeper = LeaseKeeper(kept)  # renews when a test says so
         name = self.queue.keys.queue
         self.outbox = Outbox(client, name)
-        self.info = WorkerInfo("group-1", model)
-        self.keeper = LeaseKeeper(ChunkQueue(client, model, "group-1"))  # renews when a test says so
         tasks = task_queue(client, name)
         self.delivery = Delivery(self.queue, self.keeper, self.outbox, tasks, low_water=low_water)
         self.ran: list[tuple[int, int]] = []

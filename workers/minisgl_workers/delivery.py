@@ -37,6 +37,7 @@ TASKS_S = 1.0  # between looks for jobs that are to be started, or whose finalis
 AWAY_S = 0.5  # between tries while Redis is away
 FULL_S = 2.0  # between tries while Redis is full
 IDLE_S = 0.5
+PREFETCH_S = 0.02  # between chunks that are taken ahead, so that idle groups get theirs first
 LOADING_S = 0.01  # between looks while an idle group waits for a chunk's rows
 LAST_WRITES_S = 5.0
 
@@ -63,7 +64,7 @@ class Delivery:
         """
         Args:
             keeper: renews the leases.
-            low_water: take chunks while fewer samples than this are unfinished.
+            low_water: take chunks while fewer samples than this are unfinished; half of them are taken ahead.
             loader: reads the chunks' rows; by default from wherever a job says.
         """
         self._queue = queue
@@ -80,7 +81,7 @@ class Delivery:
         self.works: list[ChunkWork] = []
         self.stopped: list[ChunkWork] = []
         self.spooled: list[tuple[ChunkWork, tuple[int, int]]] = []
-        self._due = dict.fromkeys(("redis", "cancel", "spool", "heartbeat", "tasks"), 0.0)
+        self._due = dict.fromkeys(("redis", "prefetch", "cancel", "spool", "heartbeat", "tasks"), 0.0)
         self._is_away = False
         self._is_full = False
         self._take_token = secrets.token_hex(16)
@@ -284,6 +285,7 @@ class Delivery:
             if lease is None:
                 break
             self._take_token = secrets.token_hex(16)
+            self._postpone("prefetch", PREFETCH_S)
             self._keeper.add(lease, asked)
             self._loader.start(lease)
         if not self.works and self._loader.leases:
@@ -309,7 +311,8 @@ class Delivery:
         if self._is_full or self._writer.is_behind or is_solo:
             return False  # nowhere to put results, or a chunk that must be alone
         num_loading = sum(len(lease.rows) * (lease.spec.params.n or 1) for lease in loading)
-        return sum(work.num_left for work in self.works) + num_loading < self._low_water
+        num_left = sum(work.num_left for work in self.works) + num_loading
+        return num_left < (self._low_water if self._is_due("prefetch") else self._low_water // 2)
 
     def _drop(self, work: ChunkWork) -> None:
         self._let_go(work)

@@ -17,7 +17,6 @@ elseif state ~= 'submitting' then
 end
 
 redis.call('HSET', job_key(job, 'in'), unpack(ARGV, 3))
-redis.call('PEXPIRE', job_key(job, 'in'), ttl_ms)
-redis.call('PEXPIRE', job_key(job), ttl_ms)
+expire(job, ttl_ms)
 expire_jobs_if_idle(ttl_ms)
 return 'ok'

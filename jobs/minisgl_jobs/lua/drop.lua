@@ -15,6 +15,9 @@ elseif state ~= 'submitting' then
   return 'sealed'
 end
 
-redis.call('UNLINK', job_key(job, 'in'), job_key(job, 'followers'), job_key(job))
+for _, part in ipairs(job_parts) do
+  redis.call('UNLINK', job_key(job, part))
+end
+redis.call('UNLINK', job_key(job))
 redis.call('ZREM', key.jobs, job)
 return 'ok'

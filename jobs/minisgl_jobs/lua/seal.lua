@@ -16,11 +16,18 @@ if not state then
   return 'gone'
 elseif state ~= 'submitting' then
   return 'again'
-elseif redis.call('HLEN', job_key(job, 'in')) ~= num_chunks then
+end
+local num_done, num_bad = redis.call('BITCOUNT', job_key(job, 'done')), redis.call('HLEN', job_key(job, 'bad'))
+if redis.call('HLEN', job_key(job, 'in')) ~= num_chunks - num_done + num_bad then
   return 'incomplete'
 end
 
 persist(job)
+if num_done == num_chunks then -- a resumed job whose parts are all there
+  redis.call('HSET', job_key(job), 'queued_at', now_ms, 'state', 'queued')
+  finalise_when_over(job)
+  return 'ok'
+end
 if after ~= '' or start_ms > now_ms then
   redis.call('HSET', job_key(job), 'held', 1, 'after', after, 'start_ms', start_ms, 'state', 'queued')
   redis.call('ZADD', key.held, after ~= '' and now_ms + look_ms or start_ms, job)

@@ -151,10 +151,14 @@ def test_a_dataset_is_not_overwritten_by_accident(
     run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
 ) -> None:
     with EchoWorker(client):
-        submit(["a"], "--wait")
-        source = tmp_path / "in.jsonl"
+        job_id = submit(["a"], "--wait")
+        source = write_rows(tmp_path / "in.jsonl", ["b"])
         result = run_cli("submit", source, "--model", MODEL, "-o", tmp_path / "out", code=1)
-        assert "holds a dataset: choose another folder, or overwrite it with --overwrite" in result.stderr
+        assert (
+            f"holds the output of job {job_id}, which is another: its rows differ, first among rows 0 to 0"
+            in result.stderr
+        )
+        assert "choose another folder, or overwrite it with --overwrite" in result.stderr
         submit(["b"], "--wait", "--overwrite")
 
 

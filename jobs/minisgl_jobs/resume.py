@@ -1,0 +1,178 @@
+"""Going on with a dataset that is in the output folder: whether this job made it, and which chunks are there.
+
+A job is the same when its rows are, by position and content, and what shapes their answers. It keeps its id and its
+seed. All of that stands in the folder, so it doesn't matter whether Redis still knows the job. Knows nothing of Redis.
+Called by submissions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from minisgl_batch.errors import OutputError
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_jobs.dataset import Manifest, read_manifest, read_owner
+from minisgl_jobs.kept import kept_schema
+from minisgl_jobs.model import JobSpec
+from minisgl_jobs.parts import PartInfo, part_names, read_part
+from minisgl_jobs.places import Place
+
+logger = logging.getLogger(__name__)
+
+ROWS = "rows"
+_WHAT_TO_DO = "choose another folder, or overwrite it with --overwrite"
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The job whose output a folder holds.
+
+    Attributes:
+        job_id, seed, epoch: the job's.
+        facts: what makes it this job, by the names of the options.
+        is_complete: whether all rows are there.
+    """
+
+    job_id: str
+    seed: int
+    epoch: int
+    facts: Mapping[str, Any]
+    is_complete: bool
+
+    def check(self, folder: Place, facts: Mapping[str, Any]) -> None:
+        """Make sure that these facts are the earlier job's.
+
+        Raises:
+            OutputError: some differ; names them.
+        """
+        differences = [
+            f"{name} is {_show(value)} and was {_show(self.facts[name])}"
+            for name, value in facts.items()
+            if name != ROWS and value != self.facts[name]
+        ]
+        if differences:
+            self.refuse(folder, "; ".join(differences))
+
+    def refuse(self, folder: Place, difference: str) -> None:
+        """Raise the OutputError that names a difference."""
+        raise OutputError(
+            f"{folder} holds the output of job {self.job_id}, which is another: {difference}; {_WHAT_TO_DO}"
+        )
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a job finds of itself in its output.
+
+    Attributes:
+        epoch: for the parts that it will write.
+        done: chunk whose part is there -> its rows that have failed.
+    """
+
+    epoch: int
+    done: Mapping[int, int]
+
+
+def find_earlier(folder: Place) -> Earlier | None:
+    """The job whose output is in a folder, if that says so.
+
+    Raises:
+        OutputError: the folder can't be read.
+        SchemaVersionError: another release wrote it.
+    """
+    spec = read_owner(folder)
+    manifest = read_manifest(folder)
+    if spec is not None:
+        epoch = manifest.epoch if manifest is not None else -1
+        return Earlier(spec.job_id, spec.seed, epoch, spec_facts(spec), is_complete=False)
+    if manifest is None:
+        return None
+    return Earlier(manifest.job_id, manifest.seed, manifest.epoch, _manifest_facts(manifest), manifest.is_complete)
+
+
+def spec_facts(spec: JobSpec) -> dict[str, Any]:
+    """What makes a job that job."""
+    return {
+        **option_facts(spec.model, spec.params, spec.system, spec.chunk_rows, token_ids=spec.token_ids),
+        "keep_columns": _columns(spec.kept),
+        "number of rows": spec.num_rows,
+        ROWS: spec.rows_sha256,
+    }
+
+
+def option_facts(
+    model: str, params: SamplingParams, system: str | None, chunk_rows: int, *, token_ids: bool
+) -> dict[str, Any]:
+    """Those facts that are known before the rows are."""
+    sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
+    return {"model": model, **sampling, "system": system, "chunk_rows": chunk_rows, "token_ids": token_ids}
+
+
+def resume(folder: Place, earlier: Earlier, spec: JobSpec, hashes: Sequence[bytes]) -> Resumption:
+    """What is there of a job whose rows have all been read.
+
+    Args:
+        hashes: `chunk_sha256` of each of its chunks, raw.
+
+    Raises:
+        OutputError: it is another job; says what differs.
+    """
+    facts = spec_facts(spec)
+    earlier.check(folder, facts)
+    parts = [info for info in _parts(folder) if info.job_id == earlier.job_id]
+    if facts[ROWS] != earlier.facts[ROWS]:
+        earlier.refuse(folder, f"its rows differ{_first_difference(spec, parts, hashes)}")
+    done = {
+        info.chunk: info.num_failed
+        for info in parts
+        if info.is_whole and info.chunk < len(hashes) and info.input_sha256 == hashes[info.chunk].hex()
+    }
+    return Resumption(1 + max([earlier.epoch, *(info.epoch for info in parts)]), done)
+
+
+def _parts(folder: Place) -> list[PartInfo]:
+    """Those that can be read; the rows of others are generated again."""
+    found = (_part_info(folder / name) for name in part_names(folder))
+    return [info for info in found if info is not None]
+
+
+def _part_info(path: Place) -> PartInfo | None:
+    try:
+        return read_part(path).info
+    except OutputError as error:
+        logger.warning("its rows are generated again: %s", error)
+        return None
+
+
+def _first_difference(spec: JobSpec, parts: Sequence[PartInfo], hashes: Sequence[bytes]) -> str:
+    """Which rows, as far as the parts that are there tell."""
+    for info in parts:
+        if info.input_sha256 and (info.chunk >= len(hashes) or info.input_sha256 != hashes[info.chunk].hex()):
+            rows = spec.chunk_range(info.chunk)
+            return f", first among rows {rows.start} to {rows.stop - 1}"
+    return ""
+
+
+def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
+    options = (manifest.model, manifest.sampling, manifest.system, manifest.chunk_rows)
+    return {
+        **option_facts(*options, token_ids=manifest.token_ids),
+        "keep_columns": _columns(manifest.kept),
+        "number of rows": manifest.num_rows,
+        ROWS: manifest.rows_sha256,
+    }
+
+
+def _columns(kept: bytes) -> list[str]:
+    fields: list[pa.Field] = list(kept_schema(kept))
+    return [f"{field.name} ({field.type})" for field in fields]
+
+
+def _show(value: Any) -> str:
+    return "not given" if value is None else msgspec.json.encode(value).decode()

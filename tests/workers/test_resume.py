@@ -1,0 +1,247 @@
+"""Submitting the same rows to the same output goes on with what is there; anything else is refused by name."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from minisgl_batch.client import Client, JobHandle
+from minisgl_batch.errors import OutputError
+from minisgl_jobs.dataset import OWNER, SUCCESS, read_manifest
+from minisgl_jobs.model import JobState
+from minisgl_jobs.parts import part_name
+from minisgl_jobs.rows import ReadOptions
+from minisgl_jobs.submission import prepare
+from minisgl_workers.embedded_redis import EmbeddedRedis
+from tests.jobs.helpers import wait_for
+from tests.jobs.own_server import OwnServer
+from tests.workers.delivering import Group, group, part_bytes
+
+MODEL = "resumed"
+ROWS = 20
+CHUNK = 4
+
+Submit = Callable[..., JobHandle]
+
+
+@pytest.fixture
+def submit(redis_server: EmbeddedRedis, source: Path, tmp_path: Path) -> Submit:
+    def submit_source(**options: Any) -> JobHandle:
+        options = {"chunk_rows": CHUNK, "model": MODEL, **options}
+        return Client(redis_server.url).submit(source, output=tmp_path / "out", **options)
+
+    return submit_source
+
+
+@pytest.fixture
+def source(tmp_path: Path, rng: random.Random) -> Path:
+    """Rows of which many are the same."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'{{"prompt": "{rng.randrange(5)}"}}\n' for _ in range(ROWS)))
+    return path
+
+
+def do_chunks(worker: Group, num_chunks: int) -> None:
+    for _ in range(num_chunks):
+        work = worker.take()
+        worker.run(work)
+        worker.commit(work)
+
+
+def finish(worker: Group, job: JobHandle) -> None:
+    while not job.status().state.is_final:
+        worker.tick()
+        for work in list(worker.delivery.works):
+            worker.run(work)
+            worker.commit(work)
+        worker.end_jobs()
+    assert job.status().state is JobState.FINISHED
+    assert job.results()["row_index"].to_pylist() == list(range(ROWS))
+
+
+def cancel(worker: Group, job: JobHandle) -> None:
+    job.cancel()
+    wait_for(
+        "the end of rows that run", lambda: worker.delivery.tick(worker.info, take=False) or not worker.delivery.works
+    )
+    worker.end_jobs()
+    assert job.status().state is JobState.CANCELED
+
+
+def test_a_canceled_job_goes_on(client: redis.Redis, submit: Submit, tmp_path: Path) -> None:
+    """Committed chunks stay as they are; of one that was under way, the rows that were finished."""
+    with group(client, MODEL) as worker:
+        first = submit()
+        do_chunks(worker, 2)
+        work = worker.take()
+        part = work.next_part()
+        assert part is not None
+        work.start(part)
+        worker.generate(work, part[0], 0)
+        cancel(worker, first)
+        before = part_bytes(tmp_path / "out")
+        again = submit()
+        assert again.id == first.id
+        assert again.status().rows_done == 2 * CHUNK
+        assert not (tmp_path / "out" / "_manifest.json").exists()
+        finish(worker, again)
+        assert Counter(worker.ran) == Counter({(row, 0): 1 for row in range(ROWS)})
+        after = part_bytes(tmp_path / "out")
+        assert [after[part_name(chunk)] for chunk in range(2)] == [before[part_name(chunk)] for chunk in range(2)]
+        manifest = read_manifest(tmp_path / "out")
+        assert manifest is not None
+        assert (manifest.job_id, manifest.seed) == (first.id, first.status().spec.seed)
+
+
+@pytest.mark.parametrize("transport", ["value", "reference"])
+def test_a_job_goes_on_after_redis_has_lost_everything(
+    client: redis.Redis, submit: Submit, tmp_path: Path, transport: str
+) -> None:
+    with group(client, MODEL) as worker:
+        first = submit(transport=transport)
+        do_chunks(worker, 3)
+        before = part_bytes(tmp_path / "out")
+    client.flushall()
+    with group(client, MODEL) as worker:
+        again = submit(transport=transport)
+        assert again.id == first.id
+        finish(worker, again)
+        assert len(worker.ran) == ROWS - 3 * CHUNK
+        assert part_bytes(tmp_path / "out").items() >= before.items()
+
+
+def test_a_power_loss_of_redis_and_a_second_submit(source: Path, tmp_path: Path) -> None:
+    """The seal and the last commits are gone from Redis; the parts are not."""
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    with OwnServer(folder) as server:
+        client = redis.Redis.from_url(server.url)
+        submitting = Client(server.url)
+        options: dict[str, Any] = {"model": MODEL, "output": tmp_path / "out", "chunk_rows": CHUNK}
+        with group(client, MODEL) as worker:
+            first = submitting.submit(source, **options)
+            do_chunks(worker, 3)
+        server.lose_power(1 << 20)
+        server.start()
+        with group(client, MODEL) as worker:
+            again = submitting.submit(source, **options)
+            assert again.id == first.id
+            finish(worker, again)
+            assert len(worker.ran) == ROWS - 3 * CHUNK
+
+
+def test_a_job_that_runs_is_found_again(client: redis.Redis, submit: Submit) -> None:
+    with group(client, MODEL) as worker:
+        first = submit()
+        do_chunks(worker, 1)
+        assert submit().id == first.id
+        finish(worker, first)
+        assert len(worker.ran) == ROWS
+
+
+def test_a_finished_job_has_nothing_left_to_do(client: redis.Redis, submit: Submit, tmp_path: Path) -> None:
+    with group(client, MODEL) as worker:
+        first = submit()
+        finish(worker, first)
+        before = part_bytes(tmp_path / "out")
+        assert submit().status().state is JobState.FINISHED
+        client.flushall()  # as after its keys have expired
+        again = submit()
+        assert (tmp_path / "out" / SUCCESS).exists()
+        finish(worker, again)
+        assert len(worker.ran) == ROWS
+        assert part_bytes(tmp_path / "out") == before
+        assert not (tmp_path / "out" / OWNER).exists()
+
+
+def test_parts_that_are_lost_or_damaged_are_made_again(client: redis.Redis, submit: Submit, tmp_path: Path) -> None:
+    with group(client, MODEL) as worker:
+        finish(worker, submit())
+        (tmp_path / "out" / part_name(1)).unlink()
+        (tmp_path / "out" / part_name(3)).write_bytes(b"PAR1 no more")
+        finish(worker, submit())
+        assert Counter(worker.ran)[CHUNK, 0] == Counter(worker.ran)[3 * CHUNK, 0] == 2
+        assert len(worker.ran) == ROWS + 2 * CHUNK
+
+
+def test_failed_rows_stay_for_a_retry(client: redis.Redis, submit: Submit) -> None:
+    with group(client, MODEL) as worker:
+        submit()
+        work = worker.take()
+        worker.run(work, fails=lambda row: row.row_index == 1)
+        worker.commit(work)
+    client.flushall()
+    with group(client, MODEL) as worker:
+        again = submit()
+        assert (again.status().rows_ok, again.status().rows_error) == (CHUNK - 1, 1)
+        while not again.status().state.is_final:
+            worker.tick()
+            for work in list(worker.delivery.works):
+                worker.run(work)
+                worker.commit(work)
+            worker.end_jobs()
+        assert again.status().state is JobState.PARTIAL
+        again.retry()
+        finish(worker, again)
+        assert worker.ran[-1] == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_tokens": 7}, "max_tokens is 7 and was not given"),
+        ({"temperature": 0.5, "seed": 1}, "temperature is 0.5 and was not given"),
+        ({"model": "other"}, 'model is "other" and was "resumed"'),
+        ({"chunk_rows": 5}, "chunk_rows is 5 and was 4"),
+        ({"system": "Be kind."}, 'system is "Be kind." and was not given'),
+        ({"token_ids": True}, "token_ids is true and was false"),
+        ({"keep_columns": ["prompt"]}, "keep_columns is"),
+        ({"limit": 3}, "number of rows is 3 and was 20"),
+        ({"seed": -1}, "seed: must be between"),
+        ({"job_id": "another"}, "job_id is another and was in-"),
+    ],
+)
+@pytest.mark.parametrize("is_over", [False, True])
+def test_another_job_is_refused_by_what_differs(
+    client: redis.Redis, submit: Submit, options: dict[str, Any], words: str, is_over: bool
+) -> None:
+    with group(client, MODEL) as worker:
+        job = submit()
+        if is_over:
+            finish(worker, job)
+        with pytest.raises(Exception, match=words) as caught:
+            submit(**options)
+        if "seed" not in words:
+            assert isinstance(caught.value, OutputError)
+            assert "choose another folder, or overwrite it with --overwrite" in str(caught.value)
+        if not is_over:
+            finish(worker, job)
+
+
+def test_other_rows_are_refused_by_place(client: redis.Redis, submit: Submit, source: Path, tmp_path: Path) -> None:
+    with group(client, MODEL) as worker:
+        job = submit()
+        finish(worker, job)
+        lines = source.read_text().splitlines()
+        lines[9] = '{"prompt": "new"}'
+        source.write_text("\n".join(lines))
+        with pytest.raises(OutputError, match="its rows differ, first among rows 8 to 11"):
+            submit()
+        lines[9], lines[10] = lines[10], lines[9]
+        source.write_text("\n".join(lines))
+        with pytest.raises(OutputError, match="its rows differ"):
+            submit()
+        shutil.copytree(tmp_path / "out", tmp_path / "other")  # a copy is the same job's
+        options: dict[str, Any] = {"model": MODEL, "output": tmp_path / "other", "chunk_rows": CHUNK}
+        with pytest.raises(OutputError, match=f"the output of job {job.id}"):
+            prepare(["a"], read=ReadOptions(), **options)
+        again = submit(overwrite=True)
+        assert again.id != job.id
+        finish(worker, again)
