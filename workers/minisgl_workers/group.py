@@ -14,6 +14,7 @@ from minisgl_batch.child_process import ChildPlan
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_this_host
 from minisgl_batch.hub import model_path
+from minisgl_batch.models.config import load_model_config
 from minisgl_jobs.connection import connect
 from minisgl_jobs.roots import SEPARATOR, VARIABLE, AllowedRoots
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
@@ -60,13 +61,16 @@ def run_worker(
         on_ready: called with the ready information of each process, by name, whenever the group serves.
 
     Raises:
-        InvalidParameterError: an allowed root is neither a folder nor a URL.
         WorkerError: the group couldn't start, or died too often.
         ModelError: there is no such model.
+        InvalidParameterError: an allowed root is no folder or URL, or the model can't be split over so many ranks.
         RedisUnavailableError: there is no such Redis.
     """
+    # A wrong name, size or URL shows here, before any process starts.
     AllowedRoots(options.allow_roots)
-    model_path(options.engine.model)  # a wrong name or URL shows here, before any process starts
+    path = model_path(options.engine.model)
+    if options.engine.tp > 1:
+        load_model_config(path).check_tp_size(options.engine.tp)
     connect(options.redis_url).close()
 
     plan = GroupPlan(partial(children, options), on_ready, drain_s=options.drain_s, hang_s=options.hang_s)
