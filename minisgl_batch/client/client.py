@@ -114,8 +114,8 @@ class Client:
                 the same `seed`) under the same name again changes nothing.
             transport: "value" sends the rows through Redis, "reference" lets workers read them where they are; by
                 default rows of up to 64 MiB, compressed, are sent.
-            after: start when this job, or the one of this id, has ended finished or partial. When it fails or is canceled,
-                so is the new one.
+            after: start when this job, or the one of this id, has ended finished or partial. When it fails or is
+                canceled, so is the new one.
             start_at: don't start before this time (without a zone: local time).
             **fields: sampling fields one by one, such as `max_tokens=16`, over `params`.
 
