@@ -23,6 +23,7 @@ from minisgl_batch.errors import TaskRefusedError
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.outbox import Outbox
+from minisgl_jobs.roots import AllowedRoots
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def _forget(client: redis.Redis, task_id: str) -> None:
 def run_finalise(queue: str, job_id: str, epoch: int) -> str | None:
     """The RQ task: finalise a job on the connection of the task's worker; answers its last state."""
     client = rq.get_current_job().connection
-    state = finalise(Outbox(client, queue), job_id, epoch)
+    state = finalise(Outbox(client, queue), job_id, epoch, roots=AllowedRoots.of_environment())
     forget_start(client, job_id)  # of a job that was canceled while it was held
     for of_queue, follower in HeldJobs(client, queue).followers(job_id):
         enqueue_start(task_queue(client, of_queue), of_queue, follower)

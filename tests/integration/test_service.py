@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +14,9 @@ import pytest
 
 from tests.integration.conftest import Start
 from tests.minisgl_batch.cli.conftest import write_rows
-from tests.processes import Command
+from tests.processes import Command, environment
 
+DOCS = Path(__file__).parents[2] / "docs" / "client.md"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
 LONG = ("--max-tokens", 1500, "--ignore-eos")  # longer than any test
 BRIEF = ("--max-tokens", 150, "--ignore-eos")
@@ -109,6 +113,22 @@ def test_a_model_that_nobody_serves(start: Start, tmp_path: Path) -> None:
         cancel.finish()
     with start("jobs", "--model", "other") as jobs:
         assert f"{job_id}  canceled" in jobs.finish().stdout  # the client ends what no worker will
+
+
+def test_the_examples_of_the_client_run_as_they_stand(home: Path, tmp_path: Path) -> None:
+    (socket,) = home.rglob("redis.sock")
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    env = environment(MINISGL_REDIS=f"unix://{socket}")
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", block], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+        ).stdout
+        for block in blocks
+    ]
+    assert len(printed) == 2
+    assert printed[0].split()[1] in ("queued", "running", "finalising", "finished")
+    assert printed[0].splitlines()[-2:] == ["42", "ninety-three"]
+    assert printed[1] == "1048 (finished)\n"
 
 
 def test_waiting_can_be_interrupted_and_the_job_goes_on(start: Start) -> None:

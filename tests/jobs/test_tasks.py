@@ -113,7 +113,7 @@ def test_a_killed_task_worker_is_made_up_for(
         "import sys, time\n"
         "from minisgl_jobs import tasks\n"
         "from minisgl_jobs.connection import connect\n"
-        "tasks.finalise = lambda *_: time.sleep(600)\n"
+        "tasks.finalise = lambda *_, **__: time.sleep(600)\n"
         "tasks.make_task_worker(connect(sys.argv[1]), [sys.argv[2]], 'victim').work(burst=True)\n"
     )
     path = os.pathsep.join(entry for entry in sys.path if entry)

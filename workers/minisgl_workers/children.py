@@ -31,6 +31,7 @@ ECHO_S = 0.3  # how long after a death others may still say what they died of
 PAUSE_S = 3.0  # a look that comes so late shows that this process was stopped: time in which it saw no beats
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
+SILENT_S = 30.0  # far more than a beating process can be kept from beating by its own work or by a busy machine
 STABLE_AFTER_S = 60.0  # what lived so long begins its backoff anew
 
 
@@ -49,6 +50,7 @@ class _Child:
     ready: dict[str, Any] | None = None
     progress: int | None = None
     got_on: float | None = None  # when it was last seen to get on, or to be idle; None before its first beat
+    heard: float = 0.0  # its last beat
     num_failures: int = 0
     start_at: float = 0.0
 
@@ -59,7 +61,7 @@ class Children:
 
     Attributes:
         plans: what to start; the first is the frontend.
-        hang_s: a child that beats and doesn't get on for so long hangs.
+        hang_s: a child that beats and doesn't get on for so long hangs. One that stops beating is found sooner.
         failure: why the group has failed; None while it lives.
         has_left: the frontend ended in order.
         has_delivered: something came of its work.
@@ -143,6 +145,7 @@ class Children:
             case ChildReady(info):
                 child.ready = info
             case ChildBeat(progress):
+                child.heard = time.monotonic()
                 if progress is None or progress != child.progress or child.got_on is None:
                     child.progress, child.got_on = progress, time.monotonic()
             case ChildSuspects(suspects):
@@ -190,7 +193,11 @@ class Children:
                 continue
             if pause_s > PAUSE_S:
                 child.got_on += pause_s
-            if now - child.got_on > self.hang_s:
+                child.heard += pause_s
+            silent_s = min(SILENT_S, self.hang_s)
+            if now - child.heard > silent_s:
+                failures.append(ChildFailed(f"{child.plan.name} hangs: silent for {silent_s:.0f} s", False, 1, now))
+            elif now - child.got_on > self.hang_s:
                 failures.append(ChildFailed(f"{child.plan.name} hangs: nothing for {self.hang_s:.0f} s", False, 1, now))
 
     def _fail(self, failures: list[ChildFailed]) -> None:

@@ -34,12 +34,14 @@ from minisgl_batch.tokenizer import ModelTokenizer, OutputEvents, OutputProcesso
 from minisgl_jobs.leases import ChunkQueue
 from minisgl_jobs.model import Row
 from minisgl_jobs.outbox import Outbox
+from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.streams import TokenPublisher
 from minisgl_jobs.tasks import task_queue
 from minisgl_workers.delivery import Delivery
 from minisgl_workers.lease_keeper import LeaseKeeper
 from minisgl_workers.links import FrontendSide
+from minisgl_workers.loading import ChunkLoader
 from minisgl_workers.options import FrontendConfig
 from minisgl_workers.publishing import Publishing, RunningSample
 from minisgl_workers.reconnect import connect_patiently
@@ -267,7 +269,14 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
         for _ in range(2)
     )
     keeper, name = LeaseKeeper(kept), queue.keys.queue
-    delivery = Delivery(queue, keeper, Outbox(client, name), task_queue(client, name), low_water=2 * ready.max_running)
+    delivery = Delivery(
+        queue,
+        keeper,
+        Outbox(client, name),
+        task_queue(client, name),
+        low_water=2 * ready.max_running,
+        loader=ChunkLoader(AllowedRoots(options.allow_roots)),
+    )
     info = WorkerInfo(
         worker_id=config.worker_id,
         model=options.model,

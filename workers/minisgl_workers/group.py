@@ -14,7 +14,9 @@ from minisgl_batch.child_process import ChildPlan
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_this_host
 from minisgl_batch.hub import model_path
+from minisgl_batch.models.config import load_model_config
 from minisgl_jobs.connection import connect
+from minisgl_jobs.roots import SEPARATOR, VARIABLE, AllowedRoots
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
 from minisgl_workers.supervisor import GroupPlan, Supervisor
 
@@ -27,11 +29,12 @@ def group_children(options: WorkerOptions, directory: Path) -> list[ChildPlan]:
     """The processes of a group, the frontend first; their sockets are in `directory`."""
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     sockets = str(directory)
+    roots = {VARIABLE: SEPARATOR.join(options.allow_roots)}
     tasks = TaskRunnerConfig(options.redis_url, options.model, worker_id)
     return [
         ChildPlan("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
         *_ranks(options.engine, directory),
-        ChildPlan("tasks", "minisgl_workers.task_runner", tasks, is_spare=True),
+        ChildPlan("tasks", "minisgl_workers.task_runner", tasks, roots, is_spare=True),
     ]
 
 
@@ -60,9 +63,14 @@ def run_worker(
     Raises:
         WorkerError: the group couldn't start, or died too often.
         ModelError: there is no such model.
+        InvalidParameterError: an allowed root is no folder or URL, or the model can't be split over so many ranks.
         RedisUnavailableError: there is no such Redis.
     """
-    model_path(options.engine.model)  # a wrong name or URL shows here, before any process starts
+    # A wrong name, size or URL shows here, before any process starts.
+    AllowedRoots(options.allow_roots)
+    path = model_path(options.engine.model)
+    if options.engine.tp > 1:
+        load_model_config(path).check_tp_size(options.engine.tp)
     connect(options.redis_url).close()
 
     plan = GroupPlan(partial(children, options), on_ready, drain_s=options.drain_s, hang_s=options.hang_s)
