@@ -205,7 +205,7 @@ def read_manifest(folder: Place) -> Manifest | None:
 
 
 def manifest_of(folder: Place, job_id: str) -> Manifest | None:
-    """A job's manifest; None while it runs, and when the folder holds another job's by now. Errors as `read_manifest`."""
+    """A job's manifest; None while it runs, and when the folder holds another's by now. Errors as `read_manifest`."""
     manifest = read_manifest(folder)
     return manifest if manifest is not None and manifest.job_id == job_id else None
 

@@ -311,7 +311,7 @@ def test_results_on_a_machine_without_the_folder(
 
 
 def test_results_are_never_those_of_a_job_that_has_overwritten_them(
-    client: redis.Redis, submit: Callable[..., JobHandle], tmp_path: Path
+    client: redis.Redis, submit: Callable[..., JobHandle]
 ) -> None:
     with EchoWorker(client):
         first = submit(["a"])
