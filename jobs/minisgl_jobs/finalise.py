@@ -31,6 +31,7 @@ from minisgl_jobs.parts import (
 from minisgl_jobs.places import Place, make_folder
 from minisgl_jobs.references import ChunkReader
 from minisgl_jobs.results import results_to_table, table_to_results
+from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.spool import decode_result
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,11 @@ LEFT_OVER_TOKEN = "canceled"
 """Stands for the lease's token in the names of parts that finalise writes itself."""
 
 
-def finalise(outbox: Outbox, job_id: str, epoch: int) -> JobState | None:
+def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | None = None) -> JobState | None:
     """Bring a job whose chunks are all committed, or which was canceled, to its last state.
+
+    Args:
+        roots: what inputs and outputs may be used; by default all.
 
     Returns:
         That state, or None when this epoch of the job was finalised before.
@@ -53,12 +57,14 @@ def finalise(outbox: Outbox, job_id: str, epoch: int) -> JobState | None:
     job = outbox.load(job_id, epoch)
     if job is None:
         return None
-    folder = output_place(job.spec.output)
+    roots = roots or AllowedRoots()
     try:
+        folder = output_place(job.spec.output)
+        roots.check_writing(folder)
         _make_folder(folder)
         _rename_committed(job, folder)
         if job.is_canceled:
-            _write_left_over(outbox, job, folder)
+            _write_left_over(outbox, job, folder, roots)
         manifest = _manifest(job, scan_parts(folder))
         finish_dataset(folder, manifest)
         remove_leftovers(folder, epoch)
@@ -88,7 +94,7 @@ def _rename_committed(job: FinalisingJob, folder: Place) -> None:
             commit_part(folder, chunk, epoch, token)
 
 
-def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place) -> None:
+def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: AllowedRoots) -> None:
     """Save the finished rows of chunks that a canceled job didn't finish, in a retry beside the old ones."""
     for chunk in job.left_over:
         path = folder / part_name(chunk)
@@ -102,7 +108,7 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place) -> None:
             results = {(result.row_index, result.sample_index): result for result in old} | results
             kept = columns_of(part, rows, job.spec.kept)
         elif results:
-            kept, sha256 = _read_input(outbox, job, chunk)
+            kept, sha256 = _read_input(outbox, job, chunk, roots)
         if not results:
             continue
         table = results_to_table(results.values(), token_ids=job.spec.token_ids)
@@ -119,9 +125,9 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place) -> None:
         commit_part(folder, chunk, job.epoch, LEFT_OVER_TOKEN)
 
 
-def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int) -> tuple[pa.Table | None, str]:
+def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int, roots: AllowedRoots) -> tuple[pa.Table | None, str]:
     """What a chunk keeps of the input, and its hash; neither where it can't be read: the job is over all the same."""
-    reader = ChunkReader()
+    reader = ChunkReader(roots)
     try:
         found = reader.read(job.spec, chunk, outbox.payload(job.spec.job_id, chunk))
         return found.kept, found.sha256

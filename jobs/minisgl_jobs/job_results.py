@@ -70,10 +70,12 @@ class JobResults:
     def _tables(self, status: JobStatus, chunks: Iterable[int]) -> Iterator[pa.Table]:
         """The results of each of these chunks that has any."""
         _check_folder(status)
-        leased = {lease.chunk for lease in status.leases}
+        under_way = {lease.chunk for lease in status.leases}
+        if not status.state.is_final:
+            under_way |= self._queue.handed_back(self._job_id)
         for chunk in chunks:
             # The spool first: it goes when the part comes.
-            spooled = self._queue.spooled(self._job_id, chunk) if chunk in leased else {}
+            spooled = self._queue.spooled(self._job_id, chunk) if chunk in under_way else {}
             path = output_place(status.spec.output) / part_name(chunk)
             if path.is_file():
                 yield _merge(path, chunk, spooled, status)

@@ -225,6 +225,12 @@ class JobQueue:
             fields: dict[Any, Any] = self._client.hgetall(self.find(job_id).spool(job_id, chunk))
         return decode_spool(fields.items())
 
+    def handed_back(self, job_id: str) -> set[int]:
+        """Chunks that nobody works on (any more) and that may have spooled results."""
+        with redis_errors():
+            chunks: Any = self._client.lrange(self.find(job_id).job(job_id, "todo"), 0, -1)
+        return {int(chunk) for chunk in chunks}
+
     def find(self, job_id: str) -> QueueKeys:
         """The keys of the queue that has a job.
 

@@ -15,6 +15,9 @@ from urllib.parse import unquote
 from minisgl_batch.errors import InputUnreachableError, InvalidParameterError, OutputNotAllowedError, UsageError
 from minisgl_jobs.places import Place, place, url_scheme
 
+VARIABLE = "MINISGL_ALLOW_ROOT"
+SEPARATOR = ";"
+
 
 class AllowedRoots:
     """The folders and URLs under which everything is allowed; without any, everything is."""
@@ -36,11 +39,20 @@ class AllowedRoots:
                 try:
                     self._folders.append(os.path.realpath(place(root)))  # type: ignore[arg-type]  # local
                 except UsageError as error:
-                    raise InvalidParameterError("allow_root", str(error)) from None
+                    raise InvalidParameterError("allow_roots", str(error)) from None
             elif (url := _normal_url(root)) is None:
-                raise InvalidParameterError("allow_root", f"must be a folder or a plain URL, got {root!r}")
+                raise InvalidParameterError("allow_roots", f"must be a folder or a plain URL, got {root!r}")
             else:
                 self._urls.append(url)
+
+    @classmethod
+    def of_environment(cls) -> AllowedRoots:
+        """Those in MINISGL_ALLOW_ROOT, as a worker group tells them to its RQ worker, whose tasks have no other way.
+
+        Raises:
+            InvalidParameterError: one is neither a folder nor a URL.
+        """
+        return cls([root for root in os.environ.get(VARIABLE, "").split(SEPARATOR) if root])
 
     def check_reading(self, path: Place) -> None:
         """Raise InputUnreachableError if an input may not be read."""

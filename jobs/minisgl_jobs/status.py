@@ -78,6 +78,7 @@ class JobStatus:
         paused: whether its queue is paused.
         error: why it failed or was canceled.
         blocked: why the last worker that took a chunk gave it back, until somebody takes one again.
+        num_waiting: finished results of chunks that were handed back and wait for another worker.
         after: the job whose end this one waits for, "" for none (any more).
         start_at: when this job may start, Unix seconds of the server's clock; None when it may.
     """
@@ -99,6 +100,7 @@ class JobStatus:
     paused: bool
     error: str
     blocked: str = ""
+    num_waiting: int = 0
     after: str = ""
     start_at: float | None = None
 
@@ -119,7 +121,7 @@ class JobStatus:
     @property
     def num_spooled(self) -> int:
         """Results that are finished, but whose chunk isn't."""
-        return sum(lease.num_spooled for lease in self.leases)
+        return sum(lease.num_spooled for lease in self.leases) + self.num_waiting
 
     @property
     def waiting(self) -> str:
@@ -153,7 +155,7 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
     Raises:
         SchemaVersionError: another release wrote the job.
     """
-    flat, leases, num_workers, paused, now_ms = reply
+    flat, leases, num_workers, paused, now_ms, num_waiting = reply
     fields: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
     is_held = b"held" in fields and fields[b"state"] == JobState.QUEUED.value.encode()
     return JobStatus(
@@ -177,6 +179,7 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
         paused=bool(paused),
         blocked=fields.get(b"blocked", b"").decode(),
         error=(fields.get(b"error") or fields.get(b"canceled", b"")).decode(),
+        num_waiting=num_waiting,
         after=fields[b"after"].decode() if is_held else "",
         start_at=int(fields[b"start_ms"]) / 1000 if is_held and int(fields[b"start_ms"]) else None,
     )

@@ -23,6 +23,7 @@ from minisgl_batch.errors import TaskRefusedError
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.outbox import Outbox
+from minisgl_jobs.roots import AllowedRoots
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,9 @@ FINALISE = "minisgl_jobs.tasks.run_finalise"
 START = "minisgl_jobs.tasks.run_start"
 ALLOWED = frozenset({FINALISE, START})
 
-RETRY_S = 60.0  # a job that isn't finalised by then is fired again
-SILENT_S = 120.0  # a started task without a sign of life for so long is dead
+RETRY_S = 10.0  # a job that isn't finalised by then is fired again, unless its task shows signs of life
+HEARTBEAT_S = 5  # between these; whole seconds
+SILENT_S = 25.0  # a started task without one for so long is dead
 TIMEOUT_S = 3600
 RESULT_TTL_S = 3600
 FAILURE_TTL_S = 86400
@@ -90,7 +92,8 @@ def task_queue(client: redis.Redis, queue: str) -> TaskQueue:
 def make_task_worker(client: redis.Redis, queues: Sequence[str], name: str) -> TaskWorker:
     """An RQ worker for the tasks of these model queues; give it a connection of its own, which RQ adjusts."""
     tasks = [task_queue(client, queue) for queue in queues]
-    return TaskWorker(tasks, name=name, connection=client, serializer=JSONSerializer)
+    options = {"serializer": JSONSerializer, "job_monitoring_interval": HEARTBEAT_S}
+    return TaskWorker(tasks, name=name, connection=client, **options)
 
 
 def dispatch_finalise(outbox: Outbox, tasks: TaskQueue) -> int:
@@ -167,7 +170,7 @@ def _forget(client: redis.Redis, task_id: str) -> None:
 def run_finalise(queue: str, job_id: str, epoch: int) -> str | None:
     """The RQ task: finalise a job on the connection of the task's worker; answers its last state."""
     client = rq.get_current_job().connection
-    state = finalise(Outbox(client, queue), job_id, epoch)
+    state = finalise(Outbox(client, queue), job_id, epoch, roots=AllowedRoots.of_environment())
     forget_start(client, job_id)  # of a job that was canceled while it was held
     for of_queue, follower in HeldJobs(client, queue).followers(job_id):
         enqueue_start(task_queue(client, of_queue), of_queue, follower)
@@ -191,4 +194,5 @@ def _is_under_way(tasks: TaskQueue, task_id: str) -> bool:
         seen: datetime = task.last_heartbeat
         seen = seen if seen.tzinfo else seen.replace(tzinfo=timezone.utc)
         return datetime.now(timezone.utc) - seen < timedelta(seconds=SILENT_S)
-    return bool(status == JobStatus.QUEUED)
+    # A worker that died right after it had taken the task leaves it neither in the queue nor started.
+    return bool(status == JobStatus.QUEUED) and tasks.get_job_position(task_id) is not None

@@ -55,6 +55,7 @@ def status(
             _show_overview(lambda: client.overview(model=model, limit=limit), interval if is_watch else None, as_json)
             return
         job = client.job(job_id)
+        job.tend()
         seen = _show_job(job.progress, interval if is_watch else None, as_json)
     if is_watch:
         ctx.exit(exit_code(seen.state))

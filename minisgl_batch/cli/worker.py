@@ -14,9 +14,17 @@ from minisgl_batch.cli.service import open_redis
 from minisgl_batch.errors import UsageError
 from minisgl_jobs.connection import safe_url
 from minisgl_jobs.leases import LEASE_S
+from minisgl_jobs.roots import SEPARATOR, VARIABLE
 from minisgl_workers.options import DRAIN_S, HANG_S, WorkerOptions
 
 _ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq")
+
+
+class Root(click.types.StringParamType):
+    """A folder or URL; several in a variable are separated by semicolons, as URLs hold colons."""
+
+    name = "DIR"
+    envvar_list_splitter = SEPARATOR
 
 
 @click.command()
@@ -30,6 +38,15 @@ _ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq")
     default=DRAIN_S,
     show_default=True,
     help="How long running rows may go on after the first Ctrl-C or SIGTERM, in seconds.",
+)
+@click.option(
+    "--allow-root",
+    "allow_roots",
+    type=Root(),
+    multiple=True,
+    envvar=VARIABLE,
+    help="Read and write only under this folder or URL, such as s3://bucket/prefix; may be repeated.  "
+    f"[env: {VARIABLE}, with ; between several]",
 )
 @click.option("--hang-s", type=click.FloatRange(min=1), default=HANG_S, show_default=True, hidden=True)
 @click.option(
@@ -87,12 +104,12 @@ def worker_options(options: dict[str, Any], redis_url: str) -> WorkerOptions:
     Raises:
         InvalidParameterError: a value can't be used; names the field.
     """
-    timing = {name: options[name] for name in ("lease_s", "drain_s", "hang_s") if name in options}
+    given = {name: options[name] for name in ("lease_s", "drain_s", "hang_s", "allow_roots") if name in options}
     return WorkerOptions(
         engine=engine_config(options),
         redis_url=redis_url,
         served_model_name=options["served_model_name"],
-        **timing,
+        **given,
     )
 
 

@@ -140,6 +140,10 @@ class AsyncJobHandle:
         """See `JobHandle.cancel`."""
         await asyncio.to_thread(self._job.cancel)
 
+    async def tend(self) -> None:
+        """See `JobHandle.tend`."""
+        await asyncio.to_thread(self._job.tend)
+
     async def retry(self) -> None:
         """See `JobHandle.retry`."""
         await asyncio.to_thread(self._job.retry)

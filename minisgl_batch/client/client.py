@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import pyarrow as pa
+import redis
 
 from minisgl_batch.client.handle import JobHandle
 from minisgl_batch.client.progress import measure
@@ -38,7 +39,7 @@ from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, JobState, Priority
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.places import Place
-from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.queue import LOOK_S, JobQueue
 from minisgl_jobs.resume import Resumption
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
@@ -91,7 +92,7 @@ class Client:
         overwrite: bool = False,
         job_id: str | None = None,
         transport: Transport = "auto",
-        after: str | None = None,
+        after: JobHandle | str | None = None,
         start_at: datetime | None = None,
         **fields: Any,
     ) -> JobHandle:
@@ -113,7 +114,8 @@ class Client:
                 the same `seed`) under the same name again changes nothing.
             transport: "value" sends the rows through Redis, "reference" lets workers read them where they are; by
                 default rows of up to 64 MiB, compressed, are sent.
-            after: start when this job has ended finished or partial. When it fails or is canceled, so is the new one.
+            after: start when this job, or the one of this id, has ended finished or partial. When it fails or is
+                canceled, so is the new one.
             start_at: don't start before this time (without a zone: local time).
             **fields: sampling fields one by one, such as `max_tokens=16`, over `params`.
 
@@ -127,7 +129,7 @@ class Client:
             RedisUnavailableError: Redis stayed away. RedisFullError: Redis has no room for the job.
         """
         if after is not None:
-            self.check_predecessor(after)
+            self.check_predecessor(after.id if isinstance(after, JobHandle) else after)
         read = ReadOptions(
             system=system,
             template=template,
@@ -160,12 +162,14 @@ class Client:
         return job
 
     def submit_prepared(
-        self, submission: Submission, *, after: str | None = None, start_at: datetime | None = None
+        self, submission: Submission, *, after: JobHandle | str | None = None, start_at: datetime | None = None
     ) -> JobHandle:
         """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis."""
         spec, folder = submission.spec, output_place(submission.spec.output)
-        if after is not None:
-            self.check_predecessor(after)
+        first = after.id if isinstance(after, JobHandle) else after or ""
+        start_s = start_at.timestamp() if start_at is not None else 0.0
+        if first:
+            self.check_predecessor(first)
         if submission.overwrite:
             self._refuse_running_output(folder, spec.job_id)
         resumption = submission.resumption
@@ -183,13 +187,15 @@ class Client:
                 claim_output(folder, spec.job_id, spec)
                 if resumption is not None and len(resumption.done) < spec.num_chunks:
                     reopen_resumed(folder)
-                self._seal(spec, after or "", start_at.timestamp() if start_at is not None else 0.0)
+                self._queue.seal(spec, after=first, start_at=start_s)
             except BaseException:
                 with suppress(QueueError):  # what can't be dropped now expires
                     self._queue.drop(spec)
                 if resumption is None:
                     release_output(folder, spec.job_id)
                 raise
+            if first or start_s:
+                self._hold(spec, first, start_s)
         return JobHandle(self._redis, self._queue, spec.job_id)
 
     def _begin_resuming(self, spec: JobSpec, resumption: Resumption) -> bool:
@@ -218,15 +224,18 @@ class Client:
         if state.is_final and not state.is_complete:
             raise JobStateError(f"job {after} is {state.value}: nothing can follow it")
 
-    def _seal(self, spec: JobSpec, after: str, start_at: float) -> None:
-        """Let the job run, or hold it and see to it that it is started."""
-        self._queue.seal(spec, after=after, start_at=start_at)
-        if not self._queue.status(spec.job_id).is_held:
-            return
+    def _hold(self, spec: JobSpec, after: str, start_at: float) -> None:
+        """See to it that a held job is started."""
         held = HeldJobs(self._redis, queue_name(spec.model))
-        hold(task_queue(self._redis, held.queue), held.queue, spec.job_id, after=after, start_at=start_at)
-        if after and not held.start(spec.job_id):  # it has ended in this moment
-            forget_start(self._redis, spec.job_id)
+        try:
+            if not self._queue.status(spec.job_id).is_held:
+                return
+            hold(task_queue(self._redis, held.queue), held.queue, spec.job_id, after=after, start_at=start_at)
+            if after and not held.start(spec.job_id):  # it has ended in this moment
+                forget_start(self._redis, spec.job_id)
+        except (QueueError, redis.RedisError) as error:
+            # The job is queued, and workers look at held jobs by themselves.
+            logger.warning("job %s may start up to %d s late: %s", spec.job_id, LOOK_S, error)
 
     def _refuse_running_output(self, folder: Place, job_id: str) -> None:
         """Raise JobStateError if another job is about to write to a folder that is to be overwritten."""

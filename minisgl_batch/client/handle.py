@@ -79,6 +79,13 @@ class JobHandle:
                     return
             time.sleep(poll_s)
 
+    def tend(self) -> None:
+        """End a job that only has to be ended (it was canceled, say) and whose model no worker serves any more.
+
+        `watch`, `wait` and `cancel` do this too. Where there is nothing to do it does nothing.
+        """
+        end_unserved(self._redis, self.status())
+
     def watcher(self) -> Watcher:
         """For loops of one's own: what `watch` looks with."""
         return Watcher(self._redis, self.id, self.progress)
@@ -111,7 +118,7 @@ class JobHandle:
             JobStateError: it has ended otherwise, or all of its rows are done.
         """
         self._queue.cancel(self.id)
-        end_unserved(self._redis, self.status())
+        self.tend()
 
     def retry(self) -> None:
         """Generate the error rows of a partial job again, into the same dataset; the other rows stay as they are.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import threading
@@ -14,41 +15,23 @@ from typing import Any
 import pytest
 import redis
 from redis.sentinel import SentinelConnectionPool
+from rq.job import JobStatus
 
+from minisgl_batch.client import Client
 from minisgl_batch.errors import RedisUnavailableError, UsageError
 from minisgl_jobs import connection
 from minisgl_jobs.connection import connect, safe_url
+from minisgl_jobs.keys import queue_name
+from minisgl_jobs.model import JobState
+from minisgl_jobs.tasks import START, AllowListJob, make_task_worker, task_queue
 from minisgl_workers.embedded_redis import EmbeddedRedis, find_server
 from tests.jobs.helpers import wait_for
+from tests.jobs.tcp_server import can_connect, encrypted, free_port, make_certificate, running
+from tests.minisgl_batch.echo_worker import MODEL as ECHO
+from tests.minisgl_batch.echo_worker import EchoWorker
 
 SECRET = "s3cr3t"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-@contextmanager
-def running(*options: str) -> Iterator[int]:
-    """A server on a port of the loopback."""
-    port = free_port()
-    # The port may be taken by another process meanwhile; nothing else listens on random high ports here.
-    server = subprocess.Popen(
-        [find_server(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", *options], stdout=subprocess.DEVNULL
-    )
-    try:
-        wait_for("the server", lambda: can_connect(port))
-        yield port
-    finally:
-        server.terminate()
-        server.wait(10)
-
-
-def can_connect(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) == 0
+RIGHTS = "resetchannels ~mb:* ~rq:* &mb:* &rq:* +@all -@dangerous -@admin +info +client|list"
 
 
 @pytest.mark.parametrize(
@@ -176,3 +159,39 @@ def test_sentinel_finds_the_master(tmp_path: Path) -> None:
         finally:
             sentinel.terminate()
             sentinel.wait(10)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_encrypted_connections(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    with running("--requirepass", SECRET) as plain, encrypted(plain, certificate, key) as port:
+        url = f"rediss://:{SECRET}@127.0.0.1:{port}/1"
+        client = connect(f"{url}?ssl_ca_certs={certificate}")
+        client.set("a", "b")
+        assert connect(f"redis://:{SECRET}@127.0.0.1:{plain}/1").get("a") == b"b"
+        for untrusted in (url, f"{url}?ssl_ca_certs={certificate}".replace("127.0.0.1", "localhost")):
+            with pytest.raises(RedisUnavailableError, match=r"can't be reached.*certificate verify failed") as error:
+                connect(untrusted)
+            assert SECRET not in str(error.value)
+        client.close()
+
+
+def test_a_user_with_few_rights_can_submit_and_serve(tmp_path: Path) -> None:
+    """Those that the documentation gives: the service's own keys and channels, and no dangerous command but INFO."""
+    with running("--requirepass", SECRET) as port:
+        admin = redis.Redis(port=port, password=SECRET)
+        admin.execute_command("ACL", "SETUSER", "mini", "reset", "on", f">{SECRET}", *RIGHTS.split())
+        url = f"redis://mini:{SECRET}@127.0.0.1:{port}"
+        with Client(url) as submitter, EchoWorker(connect(url)):
+            job = submitter.submit(["a", "b"], model=ECHO, output=tmp_path / "out")
+            events = list(job.stream())
+            assert job.wait(30).state is JobState.FINISHED
+            assert {type(event).__name__ for event in events} >= {"RowStarted", "RowFinished", "JobChanged"}
+        rq_client = connect(url)
+        tasks = task_queue(rq_client, queue_name(ECHO))
+        tasks.enqueue_call(START, args=(queue_name(ECHO), "no-such-job"), job_id="t", result_ttl=60)
+        make_task_worker(rq_client, [queue_name(ECHO)], "limited").work(burst=True, logging_level="ERROR")
+        assert AllowListJob.fetch("t", connection=rq_client).get_status() == JobStatus.FINISHED
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            rq_client.get("another")
+        admin.close()

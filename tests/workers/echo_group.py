@@ -27,6 +27,7 @@ class EchoGroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 15.0
     drain_s: float = 20.0
     hang_s: float = 300.0
+    allow_roots: tuple[str, ...] = ()
     engine: EchoConfig = EchoConfig()
     spool_log: str = ""
 
@@ -48,6 +49,7 @@ def main(config: EchoGroupConfig) -> int:
         lease_s=config.lease_s,
         drain_s=config.drain_s,
         hang_s=config.hang_s,
+        allow_roots=config.allow_roots,
     )
 
     def children(options: WorkerOptions, directory: Path) -> list[ChildPlan]:

@@ -180,6 +180,22 @@ def test_waiting_finalises_what_the_last_worker_left(
     assert (tmp_path / SUCCESS).exists()
 
 
+def test_finished_rows_of_a_chunk_that_was_handed_back_can_be_read(api: Client, running: Group, tmp_path: Path) -> None:
+    """As after the drain of the only worker: nobody has the chunk, and some of its rows are finished."""
+    job = api.submit(["a", "b", "c"], model=MODEL, output=tmp_path)
+    work = running.take()
+    part = work.next_part()
+    assert part is not None
+    work.start(part)
+    running.generate(work, part[1], 0)
+    running.delivery.hand_back()
+    assert [row.row_index for row in job.rows(partial=True)] == [1]
+    progress = job.progress()
+    assert (progress.rows_done, progress.status.num_spooled, progress.status.leases) == (1, 1, ())
+    job.cancel()
+    assert job.wait(10).rows_ok == 1
+
+
 def test_cancel_may_be_repeated_and_raced(api: Client, running: Group, tmp_path: Path) -> None:
     job = api.submit(["a", "b"], model=MODEL, output=tmp_path)
     work = running.take()

@@ -15,6 +15,7 @@ from rq.registry import DeferredJobRegistry, ScheduledJobRegistry
 from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.errors import JobNotFoundError, JobStateError
 from minisgl_jobs.connection import connect
+from minisgl_jobs.dataset import OWNER
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import QueueKeys, queue_name
 from minisgl_jobs.leases import ChunkQueue
@@ -289,6 +290,26 @@ def test_when_the_predecessor_is_gone_the_job_is_canceled(
     running.end_jobs()
     status = second.status()
     assert (status.state, status.error) == (JobState.CANCELED, f"job {first.id}, which it was to follow, is gone")
+
+
+def test_a_job_is_held_though_rq_has_no_room(
+    api: Client, client: redis.Redis, running: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running.tick()
+    first = api.submit(["a"], model=MODEL, output=tmp_path / "1")
+
+    def fail(*_: object, **__: object) -> None:
+        raise redis.exceptions.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("minisgl_batch.client.client.hold", fail)
+        second = api.submit(["b"], model=MODEL, output=tmp_path / "2", after=first)
+    assert second.status().is_held
+    assert (tmp_path / "2" / OWNER).exists()
+    assert client.zscore(running.queue.keys.part("held"), second.id) is not None
+    for job in (second, first):
+        job.cancel()
+    running.end_jobs()
 
 
 def test_a_start_is_repeated_without_harm(api: Client, client: redis.Redis, running: Group, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_
 from minisgl_batch.hub import model_path
 from minisgl_batch.models.config import load_model_config
 from minisgl_jobs.connection import connect
+from minisgl_jobs.roots import SEPARATOR, VARIABLE, AllowedRoots
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
 from minisgl_workers.supervisor import GroupPlan, Supervisor
 
@@ -28,11 +29,12 @@ def group_children(options: WorkerOptions, directory: Path) -> list[ChildPlan]:
     """The processes of a group, the frontend first; their sockets are in `directory`."""
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     sockets = str(directory)
+    roots = {VARIABLE: SEPARATOR.join(options.allow_roots)}
     tasks = TaskRunnerConfig(options.redis_url, options.model, worker_id)
     return [
         ChildPlan("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
         *_ranks(options.engine, directory),
-        ChildPlan("tasks", "minisgl_workers.task_runner", tasks, is_spare=True),
+        ChildPlan("tasks", "minisgl_workers.task_runner", tasks, roots, is_spare=True),
     ]
 
 
@@ -61,10 +63,11 @@ def run_worker(
     Raises:
         WorkerError: the group couldn't start, or died too often.
         ModelError: there is no such model.
-        InvalidParameterError: the model can't be split over so many ranks.
+        InvalidParameterError: an allowed root is no folder or URL, or the model can't be split over so many ranks.
         RedisUnavailableError: there is no such Redis.
     """
     # A wrong name, size or URL shows here, before any process starts.
+    AllowedRoots(options.allow_roots)
     path = model_path(options.engine.model)
     if options.engine.tp > 1:
         load_model_config(path).check_tp_size(options.engine.tp)

@@ -23,6 +23,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
         drain_s: how long running rows may go on after the first SIGTERM before they are handed back.
         hang_s: a process of the group that has work and makes no progress for so long is taken for hanging, and the
             group is started again. More than the longest step takes, the compilation of kernels in it included.
+        allow_roots: folders and URLs that inputs and outputs must lie under; none: they may lie anywhere.
     """
 
     engine: EngineConfig
@@ -31,6 +32,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = LEASE_S
     drain_s: float = DRAIN_S
     hang_s: float = HANG_S
+    allow_roots: tuple[str, ...] = ()
 
     @property
     def model(self) -> str:

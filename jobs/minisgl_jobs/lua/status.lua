@@ -4,9 +4,17 @@
 -- ARGV[1]  job
 --
 -- Returns false when there is no such job, else {the job's hash as fields and values, leases as chunk, worker, deadline
--- and number of spooled results each, number of live workers, 1 when the queue is paused, server time in ms}.
+-- and number of spooled results each, number of live workers, 1 when the queue is paused, server time in ms, number of
+-- spooled results of (the first of) the chunks that are to be handed out again}.
 
 local job = ARGV[1]
+local MAX_LOOKS = 100 -- chunks to hand out again whose spools are counted
+
+local function num_spooled(chunk)
+  local spool = spool_key(job, chunk)
+  local num_batches = redis.call('HGET', spool, 'n')
+  return num_batches and redis.call('HLEN', spool) - num_batches - 1 or 0
+end
 
 local fields = redis.call('HGETALL', job_key(job))
 if #fields == 0 then
@@ -17,12 +25,14 @@ local live = redis.call('HGETALL', job_key(job, 'live'))
 for i = 1, #live, 2 do
   local chunk = live[i]
   local _, _, worker = string.match(live[i + 1], '^(%S+) (%S+) (.*)$')
-  local spool = spool_key(job, chunk)
-  local num_batches = redis.call('HGET', spool, 'n')
-  local num_spooled = num_batches and redis.call('HLEN', spool) - num_batches - 1 or 0
-  for _, value in ipairs({chunk, worker, redis.call('ZSCORE', key.lease, job .. '|' .. chunk) or '0', num_spooled}) do
+  local deadline = redis.call('ZSCORE', key.lease, job .. '|' .. chunk) or '0'
+  for _, value in ipairs({chunk, worker, deadline, num_spooled(chunk)}) do
     table.insert(leases, value)
   end
 end
+local num_waiting = 0
+for _, chunk in ipairs(redis.call('LRANGE', job_key(job, 'todo'), 0, MAX_LOOKS - 1)) do
+  num_waiting = num_waiting + num_spooled(chunk)
+end
 local num_workers = redis.call('ZCOUNT', key.workers, now_ms, '+inf')
-return {fields, leases, num_workers, redis.call('EXISTS', key.paused), now_ms}
+return {fields, leases, num_workers, redis.call('EXISTS', key.paused), now_ms, num_waiting}
