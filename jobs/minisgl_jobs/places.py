@@ -127,9 +127,16 @@ class RemotePath:
     def replace(self, target: RemotePath) -> None:
         """Move it. Object stores have no rename: this copies inside the store, where a copy appears whole, and then
         removes the old object. May be repeated after a crash between the two."""
-        with self._errors():
-            self._store.cp_file(self._path, target._path)
-            self._store.rm_file(self._path)
+        try:
+            with self._errors():
+                self._store.cp_file(self._path, target._path)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if not self.exists():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url) from None
+            raise
+        self.unlink()
 
     def unlink(self) -> None:
         """Remove it; gone already is fine."""
