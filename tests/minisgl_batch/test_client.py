@@ -435,3 +435,20 @@ def test_the_client_needs_no_torch() -> None:
     program = "import sys, minisgl_batch; minisgl_batch.Client; print('torch' in sys.modules)"
     found = run_python(program)
     assert found == "False\n"
+
+
+def test_workers_that_may_not_see_the_input_are_named(
+    client: redis.Redis,
+    api: Client,
+    submit: Callable[..., JobHandle],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    with EchoWorker(client):  # on a host called "here"
+        wait_for("the worker", api.workers)
+        submit(source, transport="value").wait(DEADLINE_S)
+        assert "themselves" not in caplog.text
+        submit(source, transport="reference", overwrite=True).wait(DEADLINE_S)
+    assert f"workers on here read {source} themselves: it must be there, too" in caplog.text
