@@ -116,9 +116,7 @@ def test_what_others_wrote_is_shown_harmlessly(run_cli: RunCli, tmp_path: Path) 
     run_cli("cancel", job_id)
 
 
-@pytest.mark.parametrize(
-    "command", ["jobs", "status", "status --json", "tail {job}", "results {job}", "results {job} --format csv"]
-)
+@pytest.mark.parametrize("command", ["jobs", "tail {job} --json", "results {job} --format csv"])
 def test_a_pipe_that_closes_early(client: redis.Redis, submit: Callable[..., str], command: str) -> None:
     with EchoWorker(client):
         job_id = submit([f"{i} " + "x" * 1000 for i in range(200)], "--wait")
@@ -126,6 +124,17 @@ def test_a_pipe_that_closes_early(client: redis.Redis, submit: Callable[..., str
     result = subprocess.run(program, shell=True, capture_output=True, text=True, check=True, env=environment())
     assert len(result.stdout.splitlines()) == 1
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["jobs --json", "results {job}"])
+def test_an_output_that_is_full(client: redis.Redis, submit: Callable[..., str], command: str) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a"], "--wait")
+    program = f"{sys.executable} -m minisgl_batch.cli.main {command.format(job=job_id)} > /dev/full"
+    result = subprocess.run(program, shell=True, capture_output=True, text=True, check=False, env=environment())
+    assert result.returncode == 1
+    assert result.stderr.endswith("Error: the output can't be written: No space left on device\n")
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("command", ["tail", "retry --wait", "cancel --wait", "status --watch"])
