@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import redis
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from minisgl_batch.cli.main import COMMANDS, cli
@@ -197,20 +198,21 @@ def test_a_summary_of_written_results(
     }
 
 
-def test_completion_knows_commands_and_jobs(submit: Callable[..., str]) -> None:
+def test_completion_knows_commands_and_jobs(submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = submit(["a"], "--job-id", "my-job")
-    words = {"minisgl-batch can": "cancel", "minisgl-batch cancel my": job_id, "minisgl-batch cancel x": ""}
-    for line, expected in words.items():
-        variables = {
-            "_MINISGL_BATCH_COMPLETE": "bash_complete",
-            "COMP_WORDS": line,
-            "COMP_CWORD": str(len(line.split()) - 1),
-        }
-        program = "import sys; sys.argv[0] = 'minisgl-batch'; from minisgl_batch.cli.main import main; main()"
-        found = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment(**variables)
-        )
-        assert found.stderr == ""
-        assert found.stdout.strip() == (f"plain,{expected}" if expected else "")
+    completing = ShellComplete(cli, {}, "minisgl-batch", "_MINISGL_BATCH_COMPLETE")
+
+    def complete(*words: str) -> list[str]:
+        return [item.value for item in completing.get_completions(list(words[:-1]), words[-1])]
+
+    assert complete("can") == ["cancel"]
+    for command in OF_A_JOB:
+        assert complete(command, "my") == [job_id]
+        assert complete(command, "x") == []
+    assert complete("submit", "in.jsonl", "--after", "my") == [job_id]
     with Client() as api:
         api.job(job_id).cancel()
+    monkeypatch.setenv("MINISGL_REDIS", "unix:///nowhere/redis.sock")
+    assert complete("cancel", "my") == []
+    monkeypatch.delenv("MINISGL_REDIS")
+    assert complete("cancel", "my") == []
