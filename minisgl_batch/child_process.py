@@ -28,6 +28,8 @@ from minisgl_batch.errors import MiniSGLError, RankLostError
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+LOG_PREFIX_ENV = "MINISGL_LOG_PREFIX"
+"""What log lines of a process and its children begin with, such as its group."""
 DUMP_STACKS_ENV = "MINISGL_DUMP_STACKS"
 """Set, a child whose parent is gone says where it was."""
 _STATUS_FD_ENV = "MINISGL_STATUS_FD"
@@ -266,6 +268,7 @@ def run_child(
 
 def setup_logging(name: str) -> None:
     """Log lines of this process to standard error, with its name."""
+    name = os.environ.get(LOG_PREFIX_ENV, "") + name
     logging.basicConfig(
         level=os.environ.get("MINISGL_LOG_LEVEL", "INFO").upper(),
         format=f"%(asctime)s %(levelname).1s {name}: %(message)s",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from itertools import chain, groupby
@@ -36,7 +35,7 @@ def export_rows(
 
     jsonl has one object a result, with `metadata` as an object; openai has one line a row with its samples as choices
     (chat completions, or text completions with `chat=False`), and an `error` for a row without any; csv has a header
-    and JSON in the cell of a list.
+    and JSON in the cell of a list or struct. Columns of the input come last; bytes are base64.
 
     Raises:
         InvalidParameterError: there is no such format.
@@ -55,23 +54,29 @@ def export_rows(
 
 
 def _records(batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
-    """Results as dicts of JSON types, with times as RFC 3339 text."""
+    """Results as dicts, with times as RFC 3339 text; columns of the input may have values that JSON has as text."""
     for batch in batches:
-        times = [field.name for field in batch.schema if pa.types.is_timestamp(field.type)]
-        # As integers: Arrow's own conversion needs a time zone database, which small containers lack.
-        plain = {n: batch.column(n).cast(pa.int64()) if n in times else batch.column(n) for n in batch.schema.names}
+        times = {field.name: field.type.tz for field in batch.schema if pa.types.is_timestamp(field.type)}
+        plain = {n: _micros(batch.column(n)) if n in times else batch.column(n) for n in batch.schema.names}
         for record in pa.RecordBatch.from_pydict(plain).to_pylist():
-            for name in times:
-                record[name] = _rfc3339(record[name])
+            for name, zone in times.items():
+                record[name] = _rfc3339(record[name], zone)
             if record.get("ttft_ms") is not None:
                 record["ttft_ms"] = round(record["ttft_ms"], 3)  # what float32 holds, without its noise
             yield record
 
 
-def _rfc3339(micros: int | None) -> str | None:
+def _micros(column: pa.Array) -> pa.Array:
+    # As integers: Arrow's own conversion needs a time zone database, which small containers lack.
+    return column.cast(pa.timestamp("us", column.type.tz), safe=False).cast(pa.int64())
+
+
+def _rfc3339(micros: int | None, zone: str | None) -> str | None:
+    """A moment in UTC, or a local time where the column has no zone."""
     if micros is None:
         return None
-    return (_EPOCH + timedelta(microseconds=micros)).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    text = (_EPOCH + timedelta(microseconds=micros)).isoformat(timespec="microseconds")
+    return text.replace("+00:00", "Z" if zone else "")
 
 
 def _write_lines(objects: Iterable[dict[str, Any]], out: IO[bytes]) -> int:
@@ -136,11 +141,16 @@ def _write_csv(batches: Iterable[pa.RecordBatch], out: IO[bytes]) -> int:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(names)
         for record in _records(stream if first is None else chain([first], stream)):
-            writer.writerow([json.dumps(v) if isinstance(v, list) else v for v in record.values()])
+            writer.writerow([_json(v) if isinstance(v, list | dict | bytes) else v for v in record.values()])
             num_rows += 1
     finally:
         text.detach()  # `out` is the caller's to close
     return num_rows
+
+
+def _json(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text.strip('"') if isinstance(value, bytes) else text
 
 
 def _write_parquet(batches: Iterable[pa.RecordBatch], out: IO[bytes]) -> int:

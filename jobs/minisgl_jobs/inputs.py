@@ -15,7 +15,7 @@ from types import TracebackType
 from minisgl_batch.errors import InvalidInputError
 from minisgl_jobs.csv_rows import CsvFile
 from minisgl_jobs.model import InputInfo
-from minisgl_jobs.places import Place, files_below, open_binary, place
+from minisgl_jobs.places import Place, files_below, open_binary, place, safe_name
 from minisgl_jobs.records import Record, RecordFile
 from minisgl_jobs.sources import STDIN, Input, csv_separator, open_input, reading, refuse_foreign_formats
 from minisgl_jobs.tables import TableFile, is_table
@@ -82,9 +82,9 @@ class Records:
         InvalidInputError: a file can't be read, or is of another kind than the first.
     """
 
-    def __init__(self, name: str, root: Place | None, files: Sequence[str], columns: Columns) -> None:
+    def __init__(self, name: str, root: Place | None, files: Sequence[str], columns: Columns, *, uri: str = "") -> None:
         self.name = name
-        self.uri = "" if root is None else str(root)
+        self.uri = uri
         self.file = name
         self._root = root
         self._files = files
@@ -168,13 +168,15 @@ def open_source(source: str | os.PathLike[str], columns: Columns | None = None) 
         InvalidInputError: there is nothing, it can't be read, or lacks a column.
         UsageError: nothing installed reads such a URL.
     """
-    name, columns = os.fspath(source), columns or Columns()
-    if name == STDIN:
+    given, columns = os.fspath(source), columns or Columns()
+    if given == STDIN:
         return Records("stdin", None, [""], columns)
+    name = safe_name(given)
     with reading(name):
-        root = place(name)
+        root = place(given)
         files = _files_of(name, root) if root.is_dir() else [""]
-    return Records(name, root, files, columns)
+    # A signed URL is for this process alone: jobs store the URLs of their inputs.
+    return Records(name, root, files, columns, uri=str(root) if name == given else "")
 
 
 def open_records(path: Place | str, name: str, columns: Columns, *, hashed: bool = True) -> RecordFile:

@@ -128,7 +128,8 @@ class ChunkQueue:
         self._bell_id: bytes = b"0-0"
         self._next_expiry_s: float | None = None
         with redis_errors():
-            client.hset(QUEUES, self.keys.queue, model)
+            if not client.hexists(QUEUES, self.keys.queue):  # a full Redis would refuse to write it again
+                client.hset(QUEUES, self.keys.queue, model)
 
     def take(self, token: str | None = None, *, avoid: Sequence[str] = ()) -> Lease | None:
         """The chunk whose turn it is, or None: first one of a dead worker, then by priority and turn.

@@ -37,14 +37,15 @@ class RemotePath:
 
     def __init__(self, url: str, store: Any = None) -> None:
         self._url = url.rstrip("/")
+        self._shown = safe_name(self._url)
         self._store = store or _open_store(self._url)
         self._path: str = self._store._strip_protocol(self._url)
 
     def __str__(self) -> str:
-        return self._url
+        return self._shown
 
     def __repr__(self) -> str:
-        return f"RemotePath({self._url!r})"
+        return f"RemotePath({self._shown!r})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemotePath) and other._url == self._url
@@ -127,9 +128,16 @@ class RemotePath:
     def replace(self, target: RemotePath) -> None:
         """Move it. Object stores have no rename: this copies inside the store, where a copy appears whole, and then
         removes the old object. May be repeated after a crash between the two."""
-        with self._errors():
-            self._store.cp_file(self._path, target._path)
-            self._store.rm_file(self._path)
+        try:
+            with self._errors():
+                self._store.cp_file(self._path, target._path)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if not self.exists():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._shown) from None
+            raise
+        self.unlink()
 
     def unlink(self) -> None:
         """Remove it; gone already is fine."""
@@ -152,11 +160,12 @@ class RemotePath:
             self._store.invalidate_cache()  # listings that others have changed meanwhile
             yield
         except FileNotFoundError:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url) from None
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._shown) from None
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self._url) from error
+            reason = str(error).replace(self._url, self._shown)
+            raise OSError(errno.EIO, f"{type(error).__name__}: {reason}", self._shown) from error
 
 
 class _RemoteFile(io.RawIOBase):
@@ -211,6 +220,11 @@ def url_scheme(name: str) -> str:
     """The scheme of a URL in lower case, "" for a path."""
     match = _URL.match(name)
     return match[1].lower() if match else ""
+
+
+def safe_name(name: str) -> str:
+    """A path or URL for messages and jobs: a URL without what follows a question mark, which may be a signature."""
+    return name.partition("?")[0] if url_scheme(name) else name
 
 
 def list_names(folder: Place) -> list[str]:
@@ -343,13 +357,13 @@ def _open_store(url: str) -> Any:
         return fsspec.core.url_to_fs(url)[0]
     except ImportError as error:
         if scheme not in _ARROW_SCHEMES:
-            raise UsageError(f"{url} can't be used: {error}") from None
+            raise UsageError(f"{safe_name(url)} can't be used: {error}") from None
         try:
             return _arrow_store(scheme, url)
         except (ValueError, OSError) as reason:
-            raise UsageError(f"{url} can't be used: {reason}") from None
+            raise UsageError(f"{safe_name(url)} can't be used: {reason}") from None
     except (ValueError, OSError) as error:
-        raise UsageError(f"{url} can't be used: {error}") from None
+        raise UsageError(f"{safe_name(url)} can't be used: {error}") from None
 
 
 def _arrow_store(scheme: str, url: str) -> Any:

@@ -26,7 +26,7 @@ WATCH_TTL_S = 10.0  # a reader is gone when it hasn't refreshed its watch for so
 STREAM_TTL_S = 300.0  # of the last message
 MAX_STREAM_MESSAGES = 1000
 MAX_MESSAGE_CHARS = 1 << 18  # larger ones, such as snapshots of many rows, are cut
-POLL_S = 0.05  # how long a new reader may go unnoticed
+POLL_S = 0.01  # how long a new reader may go unnoticed: short answers have ended by then
 AFTER_FAILURE_S = 1.0
 
 

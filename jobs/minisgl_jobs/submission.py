@@ -28,7 +28,7 @@ from minisgl_jobs.faults import FaultLog
 from minisgl_jobs.inputs import Records, open_source
 from minisgl_jobs.keys import is_job_id
 from minisgl_jobs.model import MAX_CHUNK_ROWS, InputInfo, InputReference, JobSpec, Priority, Row
-from minisgl_jobs.places import Place, place
+from minisgl_jobs.places import Place, place, safe_name
 from minisgl_jobs.records import Record
 from minisgl_jobs.references import ChunkReader
 from minisgl_jobs.resume import Resumption, find_earlier, option_facts, resume
@@ -207,8 +207,11 @@ def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
     Raises:
         InvalidParameterError: it isn't a folder's name, or a URL that nothing installed here writes to.
     """
+    name = os.fspath(output) if output is not None else os.path.join(DEFAULT_OUTPUTS, job_id)
+    if safe_name(name) != name:
+        raise InvalidParameterError("output", f"must be a URL without a question mark: {safe_name(name)}?...")
     try:
-        return place(output if output is not None else os.path.join(DEFAULT_OUTPUTS, job_id))
+        return place(name)
     except UsageError as error:
         raise InvalidParameterError("output", str(error)) from None
 

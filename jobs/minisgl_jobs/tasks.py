@@ -31,8 +31,9 @@ FINALISE = "minisgl_jobs.tasks.run_finalise"
 START = "minisgl_jobs.tasks.run_start"
 ALLOWED = frozenset({FINALISE, START})
 
-RETRY_S = 60.0  # a job that isn't finalised by then is fired again
-SILENT_S = 120.0  # a started task without a sign of life for so long is dead
+RETRY_S = 10.0  # a job that isn't finalised by then is fired again, unless its task shows signs of life
+HEARTBEAT_S = 5  # between these; whole seconds
+SILENT_S = 25.0  # a started task without one for so long is dead
 TIMEOUT_S = 3600
 RESULT_TTL_S = 3600
 FAILURE_TTL_S = 86400
@@ -91,7 +92,8 @@ def task_queue(client: redis.Redis, queue: str) -> TaskQueue:
 def make_task_worker(client: redis.Redis, queues: Sequence[str], name: str) -> TaskWorker:
     """An RQ worker for the tasks of these model queues; give it a connection of its own, which RQ adjusts."""
     tasks = [task_queue(client, queue) for queue in queues]
-    return TaskWorker(tasks, name=name, connection=client, serializer=JSONSerializer)
+    options = {"serializer": JSONSerializer, "job_monitoring_interval": HEARTBEAT_S}
+    return TaskWorker(tasks, name=name, connection=client, **options)
 
 
 def dispatch_finalise(outbox: Outbox, tasks: TaskQueue) -> int:
@@ -192,4 +194,5 @@ def _is_under_way(tasks: TaskQueue, task_id: str) -> bool:
         seen: datetime = task.last_heartbeat
         seen = seen if seen.tzinfo else seen.replace(tzinfo=timezone.utc)
         return datetime.now(timezone.utc) - seen < timedelta(seconds=SILENT_S)
-    return bool(status == JobStatus.QUEUED)
+    # A worker that died right after it had taken the task leaves it neither in the queue nor started.
+    return bool(status == JobStatus.QUEUED) and tasks.get_job_position(task_id) is not None

@@ -17,7 +17,7 @@ from minisgl_kernels import cuda
 
 SIZES = (2, 4, 8)  # of the groups that are compiled
 _DTYPES = (torch.bfloat16, torch.float16)
-_MAX_BLOCKS = 64
+MAX_BLOCKS = 64
 _BLOCK_BYTES = 512 * 16  # what a block's threads load at once
 _HANDLE_BYTES = 64
 
@@ -29,6 +29,7 @@ class OneShotAllReduce:
         rank, size: of the group, whose GPUs are on one host; one of SIZES.
         max_bytes: largest tensor.
         device: this rank's GPU.
+        max_blocks: most blocks of the kernel, at most 128, the same on all ranks.
 
     Attributes:
         handle: what the other ranks connect by.
@@ -37,15 +38,18 @@ class OneShotAllReduce:
         ImportError, OSError, RuntimeError: the kernel can't be built, or there is no memory.
     """
 
-    def __init__(self, rank: int, size: int, max_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, size: int, max_bytes: int, device: torch.device, max_blocks: int = MAX_BLOCKS
+    ) -> None:
         self._functions = _load()
         self._rank = rank
         self._device = device.index
         self.max_bytes = max_bytes
-        self._part_bytes = -(-max_bytes // _MAX_BLOCKS // 16) * 16 + 16
+        self._max_blocks = max_blocks
+        self._part_bytes = -(-max_bytes // max_blocks // 16) * 16 + 16
         self._aborted = torch.zeros(1, dtype=torch.int32).pin_memory()  # the kernels read the host's memory
         handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8)
-        own: int = self._functions["peer_memory_allocate"](self._part_bytes, self._device, handle)
+        own: int = self._functions["peer_memory_allocate"](2 * max_blocks * self._part_bytes, self._device, handle)
         self._memory = torch.zeros(size, dtype=torch.int64)  # each rank's, as an address of this process
         self._memory[rank] = own
         self.handle = bytes(handle.tolist())
@@ -72,15 +76,14 @@ class OneShotAllReduce:
             and x.data_ptr() % 16 == 0
         )
 
-    def all_reduce(self, x: torch.Tensor, num_blocks: int | None = None) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, as a new tensor, on the current stream.
 
         Args:
             x: what `takes` allows; the same shape and type on all ranks.
-            num_blocks: of the kernel, at most 64, the same on all ranks; by default, by size.
         """
         out = torch.empty_like(x)
-        blocks = num_blocks or max(1, min(_MAX_BLOCKS, -(-x.nbytes // _BLOCK_BYTES)))
+        blocks = max(1, min(self._max_blocks, -(-x.nbytes // _BLOCK_BYTES)))
         self._functions["one_shot_all_reduce"](
             x.view(-1), out.view(-1), self._memory, self._aborted, self._rank, blocks, self._part_bytes
         )

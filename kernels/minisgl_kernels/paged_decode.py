@@ -15,21 +15,22 @@ from minisgl_kernels.decode_inputs import PageLists
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
-TILE = 16  # tokens; pages hold a multiple of it
+TILE = 16  # tokens; a page holds that many times a power of two
 _WORKERS_PER_MULTIPROCESSOR = 8
 
 
 class DecodeWorkspace(NamedTuple):
     """Memory for rows that several workers share; steps on one stream may use it in turn."""
 
-    partial_out: torch.Tensor  # (2 * shares, num_kv_heads, group, head_dim) float32
-    partial_lse: torch.Tensor  # (2 * shares, num_kv_heads, group) float32
+    parts: torch.Tensor  # (2 * shares, num_kv_heads, group, head_dim + 4) float32
     arrivals: torch.Tensor  # (max_rows, num_kv_heads) int32, zeros between calls
 
 
 def can_run(device: torch.device, dtype: torch.dtype, group: int, head_dim: int, page_size: int) -> bool:
     """Whether there is a kernel for such heads (`group` queries per KV head) and pages."""
-    fits = group <= MAX_GROUP and head_dim in HEAD_DIMS and page_size % TILE == 0
+    tiles = page_size // TILE
+    fits_pages = page_size == tiles * TILE and tiles.bit_count() == 1
+    fits = group <= MAX_GROUP and head_dim in HEAD_DIMS and fits_pages
     return fits and cuda.layer_kernels(torch.empty(0, dtype=dtype, device=device)) is not None
 
 
@@ -48,10 +49,9 @@ def make_workspace(
     """
     if num_workers is None:
         num_workers = torch.cuda.get_device_properties(device).multi_processor_count * _WORKERS_PER_MULTIPROCESSOR
-    shape = (2 * max(1, num_workers // num_kv_heads), num_kv_heads, num_heads // num_kv_heads)
+    num_shares, group = max(1, num_workers // num_kv_heads), num_heads // num_kv_heads
     return DecodeWorkspace(
-        partial_out=torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
-        partial_lse=torch.empty(shape, dtype=torch.float32, device=device),
+        parts=torch.empty((2 * num_shares, num_kv_heads, group, head_dim + 4), dtype=torch.float32, device=device),
         arrivals=torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device),
     )
 
@@ -86,7 +86,7 @@ def paged_decode(
         return reference.paged_decode(q, k_pool, v_pool, lists, scale, prefix)
     out = torch.empty_like(q)
     assert prefix is None or (prefix[0].is_contiguous() and prefix[1].is_contiguous())
-    prefix_out, prefix_lse = prefix or (q, workspace.partial_lse)
+    prefix_out, prefix_lse = prefix or (q, workspace.parts)
     kernels.paged_decode(
         q,
         k_pool,
@@ -97,8 +97,7 @@ def paged_decode(
         prefix_out,
         prefix_lse,
         out,
-        workspace.partial_out,
-        workspace.partial_lse,
+        workspace.parts,
         workspace.arrivals,
         scale,
         prefix is not None,

@@ -77,7 +77,7 @@ def make(setup: BackendSetup) -> HybridBackend:
             "attention_backend",
             f"'fa,cuda' needs a Hopper GPU, nvcc, ninja and apache-tvm-ffi; 16-bit floats; heads of "
             f"{' or '.join(map(str, HEAD_DIMS))} dimensions, here {heads.head_dim}; at most {MAX_GROUP} query heads "
-            f"per KV head, here {group}; and pages of a multiple of {TILE} tokens, here {pool.page_size}; "
+            f"per KV head, here {group}; and pages of {TILE} tokens times a power of two, here {pool.page_size}; "
             "'fa,fi' and 'triton' have none of these limits",
         )
     buffers = setup.make_buffers()

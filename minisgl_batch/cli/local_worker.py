@@ -1,11 +1,7 @@
-"""The worker group that `minisgl-batch run` has for itself: a child process that ends with us, however we end.
-
-Run as a module it is that child; `LocalWorker` is the parent's side.
-"""
+"""The worker group that `minisgl-batch run` has for itself: a child process that ends with us, however we end."""
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import time
@@ -19,12 +15,11 @@ from minisgl_batch.child_process import (
     ChildProcess,
     ChildReady,
     ChildSuspects,
-    StatusPipe,
-    run_child,
 )
 from minisgl_batch.errors import WorkerError
 from minisgl_workers.options import WorkerOptions
 
+WORKER_GROUP = "minisgl_workers.group_process"
 STOP_S = 10.0
 BETWEEN_SIGNALS_S = 0.1  # two at once would count as one
 
@@ -34,7 +29,7 @@ class LocalWorker:
 
     def __init__(self, options: WorkerOptions, log: IO[bytes] | None) -> None:
         """Start it; its log goes to `log`, by default to standard error."""
-        self._process = ChildProcess("worker", __name__, options, log=log)
+        self._process = ChildProcess("worker", WORKER_GROUP, options, log=log)
 
     def wait_ready(self) -> dict[str, Any]:
         """Wait until it serves; answers the ready information of its processes.
@@ -75,21 +70,3 @@ class LocalWorker:
             self._process.send_signal(signal.SIGTERM)
             time.sleep(BETWEEN_SIGNALS_S)
         self._process.stop(STOP_S)
-
-
-def _stop_at_once(_options: WorkerOptions) -> None:
-    """As two signals do, so that the group's sockets are removed; what hangs is ended by the lifeline after that."""
-    for _ in range(2):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(BETWEEN_SIGNALS_S)
-    time.sleep(STOP_S)
-
-
-def _main(options: WorkerOptions, status: StatusPipe) -> None:
-    from minisgl_workers.group import run_worker
-
-    run_worker(options, lambda processes: status.ready(**processes))
-
-
-if __name__ == "__main__":
-    run_child("worker", WorkerOptions, _main, on_orphaned=_stop_at_once)

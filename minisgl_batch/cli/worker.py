@@ -49,8 +49,17 @@ class Root(click.types.StringParamType):
     f"[env: {VARIABLE}, with ; between several]",
 )
 @click.option("--hang-s", type=click.FloatRange(min=1), default=HANG_S, show_default=True, hidden=True)
+@click.option(
+    "--groups",
+    "num_groups",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Copies of the model on this host, each with --tp devices of its own.",
+)
 @json_option
-def worker(redis_url: str | None, as_json: bool, **options: Any) -> None:
+def worker(redis_url: str | None, num_groups: int, as_json: bool, **options: Any) -> None:
     """Serve a model: run jobs until stopped.
 
     The first Ctrl-C (or SIGTERM) drains: rows that run may finish, others are handed back. A second one stops at once;
@@ -59,17 +68,22 @@ def worker(redis_url: str | None, as_json: bool, **options: Any) -> None:
     require_engine()
     setup_logging("worker")
     from minisgl_workers.group import run_worker
+    from minisgl_workers.groups import Groups
 
     with open_redis(redis_url) as url:
         configured = worker_options(options, url)
 
-        def ready(info: dict[str, dict[str, Any]]) -> None:
+        def ready(group: int, info: dict[str, dict[str, Any]]) -> None:
+            name = f"group {group}: " if num_groups > 1 else ""
             source = f"jobs for {configured.model} from {safe_url(configured.redis_url)}"
-            talk(f"serving {source} ({describe_engine(info)})")
-            if as_json:  # a line whenever the group serves (again)
-                print_json({"model": configured.model, "processes": info})
+            talk(f"{name}serving {source} ({describe_engine(info)})")
+            if as_json:  # a line whenever a group serves (again)
+                print_json({"model": configured.model, "group": group, "processes": info})
 
-        run_worker(configured, ready)
+        if num_groups == 1:
+            run_worker(configured, lambda info: ready(0, info))
+        else:
+            Groups(configured, num_groups, ready).run()
 
 
 def require_engine() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, JobState, Priority
 from minisgl_jobs.parts import output_place
-from minisgl_jobs.places import Place
+from minisgl_jobs.places import Place, url_scheme
 from minisgl_jobs.queue import LOOK_S, JobQueue
 from minisgl_jobs.resume import Resumption
 from minisgl_jobs.rows import ReadOptions
@@ -172,6 +173,7 @@ class Client:
             self.check_predecessor(first)
         if submission.overwrite:
             self._refuse_running_output(folder, spec.job_id)
+        self._warn_of_distant_workers(spec)
         resumption = submission.resumption
         if resumption is not None and not self._begin_resuming(spec, resumption):
             return JobHandle(self._redis, self._queue, spec.job_id)
@@ -212,6 +214,18 @@ class Client:
         with suppress(JobNotFoundError):
             self._queue.purge(spec.job_id)
         return True
+
+    def _warn_of_distant_workers(self, spec: JobSpec) -> None:
+        """Log a warning when only other machines' workers would read an input from this one's disk."""
+        if spec.reference is None or url_scheme(spec.reference.uri):
+            return
+        hosts = sorted({worker.host for worker in self.workers(model=spec.model)})
+        if hosts and socket.gethostname() not in hosts:
+            logger.warning(
+                "workers on %s read %s themselves: it must be there, too; if it isn't, submit with --by-value",
+                ", ".join(hosts),
+                spec.reference.uri,
+            )
 
     def check_predecessor(self, after: str) -> None:
         """Make sure that a new job may follow this one.

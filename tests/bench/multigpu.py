@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +20,36 @@ import torch
 
 from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.distributed.pynccl_comm import PyNcclCommunicator
+from minisgl_kernels.one_shot import OneShotAllReduce
 from tests.bench.records import record
 from tests.bench.timing import median_us
 from tests.minisgl_batch.distributed.rank_pool import RankPool
 
-NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024)
-BLOCKS = (8, 16, 32, 64)
+NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096, 8192)
+BLOCKS = (16, 32, 64, 128)
 
 
 def times_us(tp: TPGroup, hidden_size: int, num_rows: int) -> dict[str, float]:
-    """Microseconds of one sum by each means."""
+    """Microseconds of one sum by each means; of our kernel, with several limits on its blocks."""
     comm = tp.comm
     assert isinstance(comm, PyNcclCommunicator)
     shape, num_bytes = (num_rows, hidden_size), num_rows * hidden_size * 2
     x = torch.zeros(shape, dtype=torch.bfloat16, device=torch.device("cuda", torch.cuda.current_device()))
     calls: dict[str, Callable[[], object]] = {"nccl": lambda: comm.nccl.all_reduce(x, x)}
-    one_shot, window = comm.one_shot, comm._window
-    if one_shot is not None and one_shot.takes(x):
-        calls["one_shot"] = lambda: one_shot.all_reduce(x)
-        for blocks in BLOCKS:
-            calls[f"one_shot_{blocks}_blocks"] = lambda blocks=blocks: one_shot.all_reduce(x, blocks)
-    if window is not None:
-        inside = window[:num_bytes].view(torch.bfloat16).view(shape)
+    kernels = []
+    for blocks in BLOCKS:
+        kernels.append(OneShotAllReduce(tp.rank, tp.size, num_bytes, x.device, blocks))
+        kernels[-1].connect(comm._exchange(kernels[-1].handle))
+        calls[f"one_shot_{blocks}"] = partial(kernels[-1].all_reduce, x)
+    if comm._window is not None:
+        inside = comm._window[:num_bytes].view(torch.bfloat16).view(shape)
         inside.zero_()
         calls["nccl_window"] = lambda: comm.nccl.all_reduce(inside, inside)
-    return measure(tp, calls)
+    found = measure(tp, calls)
+    tp.gather_numbers(0)
+    for kernel in kernels:
+        kernel.close()
+    return found
 
 
 def torch_us(tp: TPGroup, hidden_size: int, num_rows: int) -> dict[str, float]:

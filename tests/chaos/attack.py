@@ -190,11 +190,6 @@ def judge(world: World, reader: Reader) -> dict[str, Any]:
         )
     )
     texts = dict(zip(rows, table["text"].to_pylist(), strict=True))
-    finished: dict[int, float] = {}
-    for at_s, row in world.read_log(world.finished):
-        finished.setdefault(int(row), at_s)
-    starts = [(at_s, row_of(list(map(int, ids.split(","))))) for at_s, ids in world.read_log(world.starts)]
-    again = [row for at_s, row in starts if at_s > finished.get(row, at_s)]
     names = sorted(path.name for path in world.output.iterdir())
     return {
         "state": status.state.value,
@@ -206,8 +201,8 @@ def judge(world: World, reader: Reader) -> dict[str, Any]:
         - len(set(rows)),
         "rows_wrong": wrong,
         "rows_given_up": sum(error == "worker_lost" for error in table["error_type"].to_pylist()),
-        "rows_begun": len(starts),
-        "finished_rows_generated_again": len(again),
+        "rows_begun": sum(1 for _ in world.read_log(world.starts)),
+        "finished_rows_generated_again": len(generated_again(world)),
         "reader_rows_wrong": sum(reader.texts.get(row) != text for row, text in texts.items()),
         "reader_rows_ended": len(reader.num_ends),
         "success_files": names.count(SUCCESS),
@@ -216,6 +211,15 @@ def judge(world: World, reader: Reader) -> dict[str, Any]:
         "directories_left_over": len(list((world.folder / "tmp").iterdir())),
         "deaths_counted": status.num_deaths,
     }
+
+
+def generated_again(world: World) -> list[int]:
+    """Rows that an engine began after Redis had confirmed their results."""
+    finished: dict[int, float] = {}
+    for at_s, row in world.read_log(world.finished):
+        finished.setdefault(int(row), at_s)
+    starts = ((at_s, row_of(list(map(int, ids.split(","))))) for at_s, ids in world.read_log(world.starts))
+    return [row for at_s, row in starts if at_s > finished.get(row, at_s)]
 
 
 def check(summary: dict[str, Any]) -> None:

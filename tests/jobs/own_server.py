@@ -14,15 +14,18 @@ from tests.jobs.helpers import wait_for
 class OwnServer:
     """Like the embedded server, but nobody looks after it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        """With a `port` it has replicas, too."""
         self._folder = folder
+        self._port = port
         self._socket = folder / "s"
         self.url = f"unix://{self._socket}"
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(command(str(find_server()), str(self._folder), str(self._socket)))
+        options = ["--port", str(self._port), "--bind", "127.0.0.1", "--repl-diskless-sync-delay", "0"]
+        self._process = subprocess.Popen([*command(str(find_server()), str(self._folder), str(self._socket)), *options])
         wait_for("Redis", lambda: answers(str(self._socket)))
 
     def kill(self) -> None:
@@ -36,6 +39,10 @@ class OwnServer:
         log = max(self._folder.rglob("appendonly*.aof"), key=lambda path: path.stat().st_mtime)
         with log.open("r+b") as file:
             file.truncate(max(0, log.stat().st_size - num_bytes))
+
+    def take_place_of(self, other: OwnServer) -> None:
+        """Serve under the other server's URL; that one has ended."""
+        self._socket.rename(other._socket)
 
     def __enter__(self) -> OwnServer:
         return self

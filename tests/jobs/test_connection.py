@@ -31,7 +31,7 @@ from tests.minisgl_batch.echo_worker import MODEL as ECHO
 from tests.minisgl_batch.echo_worker import EchoWorker
 
 SECRET = "s3cr3t"
-RIGHTS = "resetchannels ~mb:* ~rq:* &mb:* &rq:* +@all -@dangerous -@admin +info +client|list"
+RIGHTS = "resetchannels ~mb:* ~rq:* &mb:* &rq:* +@all -@dangerous -@admin +info +client|setname +client|list"
 
 
 @pytest.mark.parametrize(

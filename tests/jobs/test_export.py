@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import json
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -92,7 +94,7 @@ def test_csv() -> None:
     rows = list(csv.DictReader(io.StringIO(content.decode(), newline="")))
     assert num_rows == len(rows) == 4
     assert rows[0]["text"] == RESULTS[0].text
-    assert rows[0]["output_token_ids"] == "[7, 8]"
+    assert rows[0]["output_token_ids"] == "[7,8]"
     assert rows[0]["metadata"] == RESULTS[0].metadata
     assert (rows[3]["text"], rows[3]["status"]) == ("", "error")
 
@@ -122,3 +124,33 @@ def test_nothing_to_export(export_format: Any) -> None:
 def test_unknown_format() -> None:
     with pytest.raises(InvalidParameterError, match="one of jsonl, openai, csv, parquet"):
         export("xlsx")
+
+
+def test_columns_of_the_input_of_any_type() -> None:
+    moment = datetime.datetime(2026, 11, 30, 12, 0, 0, 5000)
+    columns = {
+        "day": pa.array([moment.date(), None]),
+        "local": pa.array([moment, None], pa.timestamp("ns")),
+        "zoned": pa.array([moment, None], pa.timestamp("ms", "Europe/Prague")),
+        "cost": pa.array([Decimal("1.50"), None]),
+        "raw": pa.array([b"\xff\0", None]),
+        "tags": pa.array([[{"since": moment.date()}], None]),
+    }
+    table = results_to_table(RESULTS[1:3])
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    first, second = (json.loads(line) for line in export("jsonl", table)[1].splitlines())
+    expected = {
+        "day": "2026-11-30",
+        "local": "2026-11-30T12:00:00.005000",
+        "zoned": "2026-11-30T12:00:00.005000Z",
+        "cost": "1.50",
+        "raw": "/wA=",
+        "tags": [{"since": "2026-11-30"}],
+    }
+    assert {name: first[name] for name in columns} == expected
+    assert {second[name] for name in columns} == {None}
+    row = next(csv.DictReader(io.StringIO(export("csv", table)[1].decode())))
+    assert {name: row[name] for name in columns} == {**expected, "tags": '[{"since":"2026-11-30"}]'}
+    assert pq.read_table(io.BytesIO(export("parquet", table)[1])).schema.names[-6:] == list(columns)
+    assert len(export("openai", table)[1].splitlines()) == 1

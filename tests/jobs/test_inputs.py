@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -416,3 +417,23 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     source.chmod(0)
     with pytest.raises(InputUnreachableError, match="Permission denied"):
         prepare(source, model="m", output=tmp_path / "o")
+
+
+def test_a_signed_url_stays_in_this_process(bucket: str, tmp_path: Path) -> None:
+    """Jobs and messages have it without its signature, so workers can't read it; its rows travel with the job."""
+    url = f"{bucket}/in.jsonl?sig=s3cr3t"
+    fsspec.filesystem("memory").pipe("/bucket/in.jsonl?sig=s3cr3t", b'{"prompt": "a"}\n{"prompt": ""}\n')
+    options: dict[str, Any] = {"model": "m", "output": tmp_path / "o", "read": ReadOptions(limit=1)}
+    with prepare(url, **options) as submission:
+        assert [row.prompt for row in all_rows(read_chunks(submission))] == ["a"]
+        assert b"s3cr3t" not in msgspec.json.encode(submission.spec)
+    for source, changed in (
+        (url, {"transport": "reference"}),
+        (url, {"read": None}),
+        (f"{bucket}/none?sig=s3cr3t", {}),
+        ("nowhere://x?sig=s3cr3t", {}),
+        (["a"], {"output": url}),
+    ):
+        with pytest.raises(UsageError) as caught:
+            prepare(source, **{**options, **changed})
+        assert "s3cr3t" not in str(caught.value)

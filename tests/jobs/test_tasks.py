@@ -91,6 +91,8 @@ def test_an_entry_that_is_due_again_is_fired_again_unless_its_task_waits_or_runs
     assert fire_again() == 0  # it waits in RQ's queue
     task = AllowListJob.fetch(f"finalise-{job_id}-0", connection=rq_client)
     queue.pop_job_id()
+    assert fire_again() == 1  # whoever took it died before it had begun
+    queue.pop_job_id()
     task.set_status(JobStatus.STARTED)
     client.hset(task.key, "last_heartbeat", "2200-01-01T00:00:00.000000Z")
     assert fire_again() == 0  # it runs

@@ -10,13 +10,14 @@ from types import TracebackType
 
 import redis
 
-from minisgl_jobs.chunks import chunk_sha256, decode_chunk
+from minisgl_jobs.chunks import chunk_sha256
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.leases import ChunkQueue, Lease, Renewal
 from minisgl_jobs.model import Row, RowError, RowResult
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.parts import PartInfo, commit_part, write_part
+from minisgl_jobs.references import ChunkReader
 from minisgl_jobs.results import results_to_table, samples_of
 from minisgl_jobs.spool import encode_result
 from minisgl_jobs.status import WorkerInfo
@@ -78,7 +79,7 @@ class EchoWorker(threading.Thread):
                 self._queue.wait_for_work(0.02)
 
     def _serve(self, lease: Lease) -> None:
-        rows = decode_chunk(lease.payload)
+        rows = ChunkReader().read(lease.spec, lease.chunk, lease.payload).rows
         half = len(rows) // 2
         results = self._finish(lease, rows[:half])
         while not self.go_on.is_set():

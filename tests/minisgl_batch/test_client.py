@@ -306,8 +306,24 @@ def test_results_on_a_machine_without_the_folder(
         job.wait(DEADLINE_S)
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     for read in (job.results, lambda: list(job.stream())):
-        with pytest.raises(OutputError, match="isn't on this machine"):
+        with pytest.raises(OutputError, match="isn't here: it was moved or removed"):
             read()
+
+
+def test_results_are_never_those_of_a_job_that_has_overwritten_them(
+    client: redis.Redis, submit: Callable[..., JobHandle]
+) -> None:
+    with EchoWorker(client):
+        first = submit(["a"])
+        first.wait(DEADLINE_S)
+    second = submit(["b"], overwrite=True)
+    for _ in range(2):  # while the other one waits, and when it has ended
+        for read in (first.results, lambda: list(first.rows()), lambda: list(first.stream())):
+            with pytest.raises(OutputError, match=f"holds the dataset of job {second.id} by now"):
+                read()
+        with EchoWorker(client):
+            second.wait(DEADLINE_S)
+    assert texts(second.rows()) == {0: "echo b"}
 
 
 def test_a_table_as_input(
@@ -419,3 +435,20 @@ def test_the_client_needs_no_torch() -> None:
     program = "import sys, minisgl_batch; minisgl_batch.Client; print('torch' in sys.modules)"
     found = run_python(program)
     assert found == "False\n"
+
+
+def test_workers_that_may_not_see_the_input_are_named(
+    client: redis.Redis,
+    api: Client,
+    submit: Callable[..., JobHandle],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    with EchoWorker(client):  # on a host called "here"
+        wait_for("the worker", api.workers)
+        submit(source, transport="value").wait(DEADLINE_S)
+        assert "themselves" not in caplog.text
+        submit(source, transport="reference", overwrite=True).wait(DEADLINE_S)
+    assert f"workers on here read {source} themselves: it must be there, too" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import pytest
 import redis
 
 from minisgl_batch.client import Client, JobHandle
+from minisgl_jobs.connection import connect
 from minisgl_jobs.dataset import SUCCESS, read_dataset
 from minisgl_jobs.model import JobState
 from minisgl_jobs.queue import JobQueue
@@ -159,6 +161,44 @@ def test_an_outage_of_redis_longer_than_a_lease_loses_nothing_and_steals_no_chun
         for command in (first, second):
             command.signal(signal.SIGTERM)
             command.finish()
+
+
+@pytest.mark.parametrize("loss", ["power", "failover"])
+def test_rows_that_redis_has_lost_are_generated_again_and_none_is_missing_or_twice(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, loss: str
+) -> None:
+    port = free_port()
+    with (
+        OwnServer(tmp_path_factory.mktemp("redis"), port) as server,
+        OwnServer(tmp_path_factory.mktemp("redis"), free_port()) as replica,
+        start_echo_group(server.url, engine=EchoConfig(max_running=8, step_s=0.03), lease_s=1.0) as command,
+        Client(server.url) as api,
+    ):
+        command.wait_for("serving", READY_S)
+        second = connect(replica.url)
+        second.replicaof("127.0.0.1", port)
+        job = submit(api, tmp_path / "out", 120, chunk_rows=20)
+        wait_for("some rows", lambda: job.status().rows_done > 0, 30)
+        wait_for("the replica to follow", lambda: second.info("replication")["master_link_status"] == "up", 30)
+        if loss == "power":
+            server.lose_power(3000)
+            server.start()
+        else:
+            second.replicaof("no", "one")
+            done = job.status().rows_done
+            wait_for("writes that the replica lacks", lambda: job.status().rows_done > done, 30)
+            server.kill()
+            replica.take_place_of(server)
+        wait_for("the end", lambda: job.status().state.is_final, END_S)
+        check_whole(job, tmp_path / "out", 120)
+        command.signal(signal.SIGTERM)
+        command.finish()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def outage(server: OwnServer, length_s: float) -> None:

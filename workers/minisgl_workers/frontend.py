@@ -31,7 +31,6 @@ from minisgl_batch.messages import (
     StepOutput,
 )
 from minisgl_batch.tokenizer import ModelTokenizer, OutputEvents, OutputProcessor, hide_torch, resolve_request
-from minisgl_jobs.connection import connect
 from minisgl_jobs.leases import ChunkQueue
 from minisgl_jobs.model import Row
 from minisgl_jobs.outbox import Outbox
@@ -45,6 +44,7 @@ from minisgl_workers.links import FrontendSide
 from minisgl_workers.loading import ChunkLoader
 from minisgl_workers.options import FrontendConfig
 from minisgl_workers.publishing import Publishing, RunningSample
+from minisgl_workers.reconnect import connect_patiently
 from minisgl_workers.socket_directory import remove_socket_directory
 from minisgl_workers.work import ChunkWork
 
@@ -118,6 +118,7 @@ class Frontend:
                 self._take_output(self._link.receive(TICK_S))
             elif self._drain_until is None:
                 self._delivery.wait_for_work()
+                self._next_exchange = 0.0  # the bell that ended the wait doesn't ring twice
         self._stop_samples(list(self._running.values()))
         self._delivery.hand_back()
         self._link.send(Shutdown())
@@ -260,7 +261,7 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     hide_torch()
     options = config.options
     link = FrontendSide(Path(config.socket_directory))
-    client = connect(options.redis_url)
+    client = connect_patiently(options.redis_url)
     tokenizer = ModelTokenizer.load(model_path(options.engine.model))
     ready = _wait_for_engine(link)
     queue, kept = (

@@ -9,20 +9,16 @@ Nothing is lost with a group: leases run out, and finished rows are in Redis. Kn
 from __future__ import annotations
 
 import logging
-import os
-import selectors
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from minisgl_batch.child_process import ChildFailed, ChildPlan
 from minisgl_batch.errors import WorkerError
 from minisgl_workers.children import STABLE_AFTER_S, Children, backoff_s
+from minisgl_workers.signals import StopSignals
 from minisgl_workers.socket_directory import socket_directory
 
 logger = logging.getLogger(__name__)
@@ -57,9 +53,8 @@ class Supervisor:
 
     def __init__(self, plan: GroupPlan) -> None:
         self._plan = plan
-        self._num_signals = 0
+        self._signals = StopSignals()
         self._was_ready = False
-        self._wake_fd = -1
 
     def run(self) -> None:
         """Serve until a signal.
@@ -68,7 +63,7 @@ class Supervisor:
             WorkerError: the group couldn't start, or died too often.
         """
         num_failures = 0
-        with self._signals():
+        with self._signals:
             while True:
                 started = time.monotonic()
                 with socket_directory() as directory:
@@ -76,7 +71,7 @@ class Supervisor:
                     failure = self._serve(children)
                 if failure is None:
                     return
-                if self._num_signals:
+                if self._signals.count:
                     logger.error("%s while it was stopping; what was under way runs again elsewhere", failure.message)
                     return
                 if children.has_delivered or time.monotonic() - started > STABLE_AFTER_S:
@@ -87,22 +82,22 @@ class Supervisor:
                     raise WorkerError(failure.message, exit_code=failure.exit_code)
                 delay_s = backoff_s(max(1, num_failures))
                 logger.error("%s; starting the group again in %.0f s", failure.message, delay_s)
-                if self._sleep(delay_s):
+                if self._signals.sleep(delay_s):
                     return
 
     def _serve(self, children: Children) -> ChildFailed | None:
         """Start a group and watch it. None once it was stopped on purpose, else why it ended."""
-        is_ready, num_signals, drained_by = False, self._num_signals, float("inf")
+        is_ready, num_signals, drained_by = False, self._signals.count, float("inf")
         try:
-            children.start(self._wake_fd)
+            children.start(self._signals.fd)
             while True:
                 children.wait()
                 if children.is_ready and not is_ready:
                     is_ready = self._was_ready = True
                     self._plan.on_ready(children.ready_info)
-                if self._num_signals > num_signals:
-                    os.read(self._wake_fd, 64)
-                    num_signals = self._num_signals
+                if self._signals.count > num_signals:
+                    self._signals.clear()
+                    num_signals = self._signals.count
                     if num_signals > 1 or not is_ready:
                         return None
                     logger.info("stopping: finishing or handing back what runs; a second signal stops at once")
@@ -116,30 +111,4 @@ class Supervisor:
                     logger.error("the frontend did not come to an end; what was under way runs again elsewhere")
                     return None
         finally:
-            children.stop(STOP_TIMEOUT_S if children.has_left and self._num_signals < 2 else 0.0)
-
-    def _sleep(self, timeout_s: float) -> bool:
-        """Wait; true when a signal came meanwhile."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_fd, selectors.EVENT_READ)
-            return bool(selector.select(timeout_s))
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Count SIGTERM and SIGINT, and make `_wake_fd` readable when one comes."""
-        self._wake_fd, write_fd = os.pipe()
-        os.set_blocking(write_fd, False)
-
-        def count(_number: int, _frame: FrameType | None) -> None:
-            self._num_signals += 1
-
-        previous = {number: signal.signal(number, count) for number in (signal.SIGTERM, signal.SIGINT)}
-        previous_fd = signal.set_wakeup_fd(write_fd)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(previous_fd)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            os.close(self._wake_fd)
-            os.close(write_fd)
+            children.stop(STOP_TIMEOUT_S if children.has_left and self._signals.count < 2 else 0.0)

@@ -103,11 +103,11 @@ __global__ void __launch_bounds__(kAllReduceThreads)
 #ifndef MINISGL_EMULATE
 inline void check(cudaError_t error) { TVM_FFI_ICHECK(error == cudaSuccess) << cudaGetErrorString(error); }
 
-// Memory for the header and parts of `part_bytes` for each block, zeroed. `handle`, 64 bytes on the host, gets what
-// other processes open it by.
-int64_t peer_memory_allocate(int64_t part_bytes, int64_t device, TensorView handle) {
+// Memory for the header and `parts_bytes` of parts, zeroed. `handle`, 64 bytes on the host, gets what other processes
+// open it by.
+int64_t peer_memory_allocate(int64_t parts_bytes, int64_t device, TensorView handle) {
   tvm::ffi::CUDADeviceGuard guard(device);
-  const size_t bytes = sizeof(Header) + 2 * kMaxBlocks * part_bytes;
+  const size_t bytes = sizeof(Header) + parts_bytes;
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes));
   check(cudaMemset(memory, 0, bytes));

@@ -21,8 +21,8 @@ constexpr float kLog2e = 1.4426950408889634f;
 
 struct Shape {
   int num_rows, num_kv_heads, num_queries;  // queries per KV head
-  int tiles_per_page;
-  int max_shares;    // into which the list of tiles is divided
+  int page_bits;      // log2 of a page's tiles
+  int max_shares;     // into which the list of tiles is divided; with that list's length, below 2^32
   float score_scale;  // with log2(e), since weights are powers of two
 };
 
@@ -33,20 +33,20 @@ struct Tensors {
   const T* prefix_out;      // of another part of the rows' keys, to be joined; or null
   const float* prefix_lse;  // (num_heads, num_rows), natural logarithms
   T* out;
-  float *partial_out, *partial_lse;  // (2 * max_shares, num_kv_heads, num_queries[, head_dim])
-  int32_t* arrivals;                 // (num_rows, num_kv_heads), zeros
+  float* parts;             // (2 * max_shares, num_kv_heads, num_queries, head_dim + 4): output, log-sum-exp, padding
+  int32_t* arrivals;        // (num_rows, num_kv_heads), zeros
 };
 
 // The list's first tile of each share; shares differ by one tile at most.
 struct Shares {
-  int64_t num_tiles, num_shares;
+  uint32_t num_tiles, num_shares;
 
-  __device__ Shares(int num_tiles, int max_shares) : num_tiles(num_tiles) {
-    const int worthwhile = (num_tiles + kMinTiles - 1) / kMinTiles;
+  __device__ Shares(uint32_t num_tiles, uint32_t max_shares) : num_tiles(num_tiles) {
+    const uint32_t worthwhile = (num_tiles + kMinTiles - 1) / kMinTiles;
     num_shares = worthwhile < max_shares ? worthwhile : max_shares;
   }
-  __device__ int begin(int share) const { return static_cast<int>(share * num_tiles / num_shares); }
-  __device__ int holding(int tile) const { return static_cast<int>(((tile + 1) * num_shares - 1) / num_tiles); }
+  __device__ int begin(uint32_t share) const { return share * num_tiles / num_shares; }
+  __device__ int holding(uint32_t tile) const { return ((tile + 1) * num_shares - 1) / num_tiles; }
 };
 
 // Chunks of 16 bytes of a tile's row change places, so that 8 rows' same chunks lie in different banks.
@@ -67,9 +67,9 @@ struct Row {
   __device__ void load_place(const Tensors<T>& tensors, const Shape& shape, int row) {
     number = row;
     if (row >= shape.num_rows) return;
-    begin = tensors.indptr[row] * shape.tiles_per_page;
-    end = tensors.indptr[row + 1] * shape.tiles_per_page;
-    num_tokens = (end - begin - shape.tiles_per_page) * kTile + tensors.last_page_lens[row];
+    begin = tensors.indptr[row] << shape.page_bits;
+    end = tensors.indptr[row + 1] << shape.page_bits;
+    num_tokens = (end - begin - (1 << shape.page_bits)) * kTile + tensors.last_page_lens[row];
   }
 
   __device__ void load_values(const Tensors<T>& tensors, const Shape& shape, int kv_head) {
@@ -95,7 +95,7 @@ struct Row {
 // The weight of a prefix beside other keys, both by their log-sum-exps, to base e and to base 2.
 __device__ inline float prefix_weight(float prefix_lse, float lse) {
   // Infinite: it saw no key.
-  return fabsf(prefix_lse) < INFINITY ? 1.0f / (1.0f + exp2f(lse - prefix_lse * kLog2e)) : 0.0f;
+  return fabsf(prefix_lse) < INFINITY ? __fdividef(1.0f, 1.0f + exp2f(lse - prefix_lse * kLog2e)) : 0.0f;
 }
 
 // One KV head's attention over the tiles of one row.
@@ -174,7 +174,7 @@ struct Attention {
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
       const float total = sum_over_rows(sum[column]);
-      const float factor = total > 0.0f ? 1.0f / total : 0.0f;  // 0: all its tiles lay behind the row's last token
+      const float factor = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;  // 0: all its tiles lay behind the row's last token
       lse[column] = highest[column] + log2f(total);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -185,16 +185,6 @@ struct Attention {
     return make_float2(lse[0], lse[1]);
   }
 };
-
-// Past the L1 cache, which may hold what was there before.
-__device__ inline void load_floats(float (&x)[4], const float* from) {
-  const float4 loaded = __ldcg(reinterpret_cast<const float4*>(from));
-  x[0] = loaded.x, x[1] = loaded.y, x[2] = loaded.z, x[3] = loaded.w;
-}
-__device__ inline void load_floats(float (&x)[2], const float* from) {
-  const float2 loaded = __ldcg(reinterpret_cast<const float2*>(from));
-  x[0] = loaded.x, x[1] = loaded.y;
-}
 
 // A row that several shares hold tiles of.
 struct SplitRow {
@@ -211,6 +201,7 @@ struct Output {
   const Tensors<T>& tensors;
   const Shape& shape;
   int kv_head;
+  float* ring;  // the warp's shared memory
 
   // All of the row was this warp's.
   __device__ void write(const Row<T, kHeadDim>& row, const Attention<T, kHeadDim>& attention, float2 lse) const {
@@ -240,17 +231,16 @@ struct Output {
   // This warp had a part of the row.
   __device__ void write_part(int slot, const Attention<T, kHeadDim>& attention, float2 lse) const {
     const int lane = threadIdx.x % 32;
-    const int64_t part = (int64_t{slot} * shape.num_kv_heads + kv_head) * shape.num_queries;
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
       const int query = lane % 4 * 2 + column;
       if (query >= shape.num_queries) continue;
-      if (lane < 4) __stcg(tensors.partial_lse + part + query, column ? lse.y : lse.x);
-      float* to = tensors.partial_out + (part + query) * kHeadDim + lane / 4;
+      float* to = part(slot, query);
+      if (lane < 4) to[kHeadDim] = column ? lse.y : lse.x;
 #pragma unroll
       for (int step = 0; step < kHeadDim / 16; ++step) {
-        __stcg(to + step * 16, attention.out[step][column]);
-        __stcg(to + step * 16 + 8, attention.out[step][column + 2]);
+        to[step * 16 + lane / 4] = attention.out[step][column];
+        to[step * 16 + lane / 4 + 8] = attention.out[step][column + 2];
       }
     }
   }
@@ -259,96 +249,90 @@ struct Output {
   __device__ void arrive(const SplitRow (&rows)[2]) const {
     if (rows[0].number < 0 && rows[1].number < 0) return;
     const int lane = threadIdx.x % 32;
-    __threadfence();
     __syncwarp();
-    int arrived = 0;
-    int32_t* counter = nullptr;
-    const int of_lane = lane == 0 ? rows[0].number : lane == 1 ? rows[1].number : -1;
-    if (of_lane >= 0) {
-      counter = tensors.arrivals + int64_t{of_lane} * shape.num_kv_heads + kv_head;
-      arrived = atomicAdd(counter, 1);
-    }
-#pragma unroll
+    const int mine = lane == 0 ? rows[0].number : lane == 1 ? rows[1].number : -1;
+    int32_t* counter = tensors.arrivals + int64_t{mine} * shape.num_kv_heads + kv_head;
+    const int arrived = mine < 0 ? 0 : add_in_order(counter, 1);
+    __syncwarp();
+    const int arrived_first = __shfl_sync(0xffffffffu, arrived, 0), arrived_last = __shfl_sync(0xffffffffu, arrived, 1);
+    SplitRow row = rows[0];
+    int before = arrived_first;
+#pragma unroll 1
     for (int slot = 0; slot < 2; ++slot) {
-      const SplitRow& row = rows[slot];
-      if (row.number < 0 || __shfl_sync(0xffffffffu, arrived, slot) != row.last_share - row.first_share) continue;
-      if (lane == slot) *counter = 0;
-      __threadfence();
-      if (shape.num_queries <= 2)
-        join<2, 8>(row);
-      else
-        join<kMaxQueries, 2>(row);
+      if (row.number >= 0 && before == row.last_share - row.first_share) {
+        if (lane == slot) *counter = 0;
+        join(row);
+      }
+      row = rows[1];
+      before = arrived_last;
     }
   }
 
-  // In the order of the shares, whoever does it; some parts at once, since each takes a while to come.
-  template <int kQueries, int kAtOnce>
+ private:
+  static constexpr int kPartSize = kHeadDim + 4;
+
+  __device__ float* part(int slot, int query) const {
+    return tensors.parts + ((int64_t{slot} * shape.num_kv_heads + kv_head) * shape.num_queries + query) * kPartSize;
+  }
+
+  // In the order of the shares, whoever does it. The parts come through the ring, so that their ways overlap.
   __device__ void join(const SplitRow& row) const {
-    constexpr int kPerLane = kHeadDim / 32;
-    struct alignas(sizeof(T) * kPerLane) Values {
-      T x[kPerLane];
+    constexpr int kPerLane = kHeadDim / 32, kAhead = 32;
+    static_assert(kAhead * kPartSize * sizeof(float) <= kRingBytes);
+    const int lane = threadIdx.x % 32, num_shares = row.last_share - row.first_share + 1;
+    const int num_parts = num_shares * shape.num_queries;
+    int next = 0, next_share = row.first_share, next_query = 0;
+    const auto load_next = [&] {
+      if (next < num_parts) {
+        const float* from = part(row.slot(next_share), next_query);
+        for (int i = lane * 4; i < kPartSize; i += 128) copy_async(ring + next % kAhead * kPartSize + i, from + i);
+        ++next;
+        if (++next_share > row.last_share) next_share = row.first_share, ++next_query;
+      }
+      end_of_copies();
     };
-    const int lane = threadIdx.x % 32, num_queries = shape.num_queries;
-    const auto part = [&](int share) { return (int64_t{row.slot(share)} * shape.num_kv_heads + kv_head) * num_queries; };
-    const int64_t head = (int64_t{row.number} * shape.num_kv_heads + kv_head) * num_queries;
-    Values prefix[kQueries];
-    float prefix_lse[kQueries], top[kQueries], total[kQueries] = {};
-    float sums[kQueries][kPerLane] = {};
+#pragma unroll 1
+    for (int i = 0; i < kAhead - 1; ++i) load_next();
+    const int64_t head = (int64_t{row.number} * shape.num_kv_heads + kv_head) * shape.num_queries;
+    float highest, total, sums[kPerLane];
+    int number = 0;
+#pragma unroll 1
+    for (int query = 0; query < shape.num_queries; ++query) {
+      T prefix[kPerLane];
+      float prefix_lse = -INFINITY;
+      if (tensors.prefix_out != nullptr) {
+        prefix_lse = tensors.prefix_lse[int64_t{kv_head * shape.num_queries + query} * shape.num_rows + row.number];
 #pragma unroll
-    for (int query = 0; query < kQueries; ++query) {
-      top[query] = prefix_lse[query] = -INFINITY;
-      if (query >= num_queries || tensors.prefix_out == nullptr) continue;
-      prefix_lse[query] = tensors.prefix_lse[int64_t{kv_head * num_queries + query} * shape.num_rows + row.number];
-      prefix[query] = reinterpret_cast<const Values*>(tensors.prefix_out + (head + query) * kHeadDim)[lane];
-    }
-    for (int share = row.first_share + lane; share <= row.last_share; share += 32) {
-#pragma unroll
-      for (int query = 0; query < kQueries; ++query)
-        if (query < num_queries) top[query] = fmaxf(top[query], __ldcg(tensors.partial_lse + part(share) + query));
-    }
-#pragma unroll
-    for (int query = 0; query < kQueries; ++query)
-#pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2)
-        top[query] = fmaxf(top[query], __shfl_xor_sync(0xffffffffu, top[query], offset));
-    for (int begin = row.first_share; begin <= row.last_share; begin += kAtOnce) {
-      float parts[kAtOnce][kQueries][kPerLane];
-      float lse[kAtOnce][kQueries];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-        for (int query = 0; query < kQueries; ++query) {
-          // Loads without branches, so that all are under way before the first is waited for.
-          const bool exists = begin + i <= row.last_share && query < num_queries;
-          const int64_t at = exists ? part(begin + i) + query : part(row.first_share);
-          lse[i][query] = __ldcg(tensors.partial_lse + at);
-          load_floats(parts[i][query], tensors.partial_out + at * kHeadDim + lane * kPerLane);
-          if (!exists) lse[i][query] = -INFINITY;
-        }
+        for (int k = 0; k < kPerLane; ++k) prefix[k] = tensors.prefix_out[(head + query) * kHeadDim + lane * kPerLane + k];
       }
+      highest = -INFINITY;
+      total = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int k = 0; k < kPerLane; ++k) sums[k] = 0.0f;
+#pragma unroll 1
+      for (int share = 0; share < num_shares; ++share, ++number) {
+        wait_for_copies<kAhead - 2>();
+        __syncwarp();
+        load_next();
+        const float* of_part = ring + number % kAhead * kPartSize;
+        const float lse = of_part[kHeadDim], top = fmaxf(highest, lse);
+        const float factor = highest == top ? 1.0f : exp2f(highest - top), weight = lse == top ? 1.0f : exp2f(lse - top);
+        highest = top;
+        total = total * factor + weight;
 #pragma unroll
-        for (int query = 0; query < kQueries; ++query) {
-          const float weight = query < num_queries ? exp2f(lse[i][query] - top[query]) : 0.0f;
-          total[query] += weight;
-#pragma unroll
-          for (int k = 0; k < kPerLane; ++k) sums[query][k] += weight * parts[i][query][k];
-        }
+        for (int k = 0; k < kPerLane; ++k)
+          sums[k] = sums[k] * factor + weight * of_part[lane * kPerLane + k];
       }
-    }
-#pragma unroll
-    for (int query = 0; query < kQueries; ++query) {
-      if (query >= num_queries) continue;
-      const float weight = prefix_weight(prefix_lse[query], top[query] + log2f(total[query]));
-      Values out;
+      const float of_prefix = prefix_weight(prefix_lse, highest + log2f(total));
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
-        const float own = sums[query][k] / total[query];
-        out.x[k] = static_cast<T>(weight != 0.0f ? own + (static_cast<float>(prefix[query].x[k]) - own) * weight : own);
+        float x = __fdividef(sums[k], total);
+        if (of_prefix != 0.0f) x += (static_cast<float>(prefix[k]) - x) * of_prefix;
+        tensors.out[(head + query) * kHeadDim + lane * kPerLane + k] = static_cast<T>(x);
       }
-      reinterpret_cast<Values*>(tensors.out + (head + query) * kHeadDim)[lane] = out;
     }
+    wait_for_copies<0>();  // so that another join finds the ring empty
+    __syncwarp();
   }
 };
 
@@ -357,7 +341,7 @@ __device__ inline int row_holding(int tile, const int32_t* indptr, const Shape& 
   const int lane = threadIdx.x % 32;
   int ended = 0;
 #pragma unroll 8
-  for (int row = lane; row < shape.num_rows; row += 32) ended += indptr[row + 1] * shape.tiles_per_page <= tile;
+  for (int row = lane; row < shape.num_rows; row += 32) ended += (indptr[row + 1] << shape.page_bits) <= tile;
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) ended += __shfl_xor_sync(0xffffffffu, ended, offset);
   return ended;
@@ -371,11 +355,11 @@ struct Loader {
   const T *k_pool, *v_pool;  // from this thread's chunk of the first page on
   const int32_t* pages;
   T* ring;
-  int tiles_per_page, token_stride, next, end;
+  int page_bits, token_stride, next, end;
   int page_of_lane, page_of_lane_later;  // of the 32 tiles from a multiple of 32 behind the first on, and of those behind
 
   __device__ Loader(const Tensors<T>& tensors, const Shape& shape, int kv_head, T* ring, int begin, int end)
-      : pages(tensors.pages), ring(ring), tiles_per_page(shape.tiles_per_page), next(begin), end(end) {
+      : pages(tensors.pages), ring(ring), page_bits(shape.page_bits), next(begin), end(end) {
     constexpr int kChunks = kHeadDim / kVector;
     const int lane = threadIdx.x % 32;
     token_stride = shape.num_kv_heads * kHeadDim;
@@ -386,7 +370,7 @@ struct Loader {
     page_of_lane_later = page(begin + 32 + lane);
   }
 
-  __device__ int page(int tile) const { return tile < end ? pages[tile / tiles_per_page] : 0; }
+  __device__ int page(int tile) const { return tile < end ? pages[tile >> page_bits] : 0; }
 
   __device__ void load_next(int stage, int number) {
     constexpr int kChunks = kHeadDim / kVector, kTokens = 32 / kChunks;  // that one access of the warp covers
@@ -397,7 +381,7 @@ struct Loader {
         page_of_lane_later = page(next + 32 + lane);
       }
       const int64_t page = __shfl_sync(0xffffffffu, page_of_lane, number % 32);
-      const int64_t from = (page * tiles_per_page + next % tiles_per_page) * kTile * token_stride;
+      const int64_t from = ((page << page_bits) + (next & ((1 << page_bits) - 1))) * kTile * token_stride;
       T* to = ring + stage * 2 * kTileSize;
 #pragma unroll
       for (int token = 0; token < kTile; token += kTokens) {
@@ -418,24 +402,23 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors
   const int warp = threadIdx.x / 32, worker = blockIdx.x * kWarps + warp;
   const int kv_head = worker % shape.num_kv_heads, share = worker / shape.num_kv_heads;
   // The lists, and all keys and values but the rows' last, were there before the kernel ahead began.
-  const Shares shares(tensors.indptr[shape.num_rows] * shape.tiles_per_page, shape.max_shares);
-  const bool works = share < shares.num_shares;
+  const Shares shares(tensors.indptr[shape.num_rows] << shape.page_bits, shape.max_shares);
+  const bool works = share < static_cast<int>(shares.num_shares);
   const int begin = works ? shares.begin(share) : 0, end = works ? shares.begin(share + 1) : 0;
   Row<T, kHeadDim> row, next_row;
   row.load_place(tensors, shape, row_holding(begin, tensors.indptr, shape));
   next_row.load_place(tensors, shape, row.number + 1);
   T* ring = static_cast<T*>(dynamic_shared()) + warp * (kRingBytes / sizeof(T));
   Load loader(tensors, shape, kv_head, ring, begin, end);
-  const bool early = begin + kStages - 1 <= row.end - shape.tiles_per_page;
-  if (early)
-    for (int stage = 0; stage < kStages - 1; ++stage) loader.load_next(stage, stage);
-  wait_for_inputs();
+  const bool early = begin + kStages - 1 <= row.end - (1 << shape.page_bits);
+  if (!early) wait_for_inputs();
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage) loader.load_next(stage, stage);
+  if (early) wait_for_inputs();
   if (!works) return;
-  if (!early)
-    for (int stage = 0; stage < kStages - 1; ++stage) loader.load_next(stage, stage);
   row.load_values(tensors, shape, kv_head);
 
-  const Output<T, kHeadDim> output{tensors, shape, kv_head};
+  const Output<T, kHeadDim> output{tensors, shape, kv_head, reinterpret_cast<float*>(ring)};
   SplitRow split[2] = {{-1}, {-1}};
   Attention<T, kHeadDim> attention;
   int tile = begin, number = 0;
@@ -473,15 +456,18 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors
 #ifndef MINISGL_EMULATE
 void paged_decode(TensorView q, TensorView k_pool, TensorView v_pool, TensorView indptr, TensorView pages,
                   TensorView last_page_lens, TensorView prefix_out, TensorView prefix_lse, TensorView out,
-                  TensorView partial_out, TensorView partial_lse, TensorView arrivals, double scale, bool has_prefix) {
+                  TensorView parts, TensorView arrivals, double scale, bool has_prefix) {
   const int num_heads = q.size(1), head_dim = q.size(2), num_kv_heads = k_pool.size(2);
+  int page_bits = 0;
+  while ((kTile << page_bits) < k_pool.size(1)) ++page_bits;
   const Shape shape{static_cast<int>(q.size(0)),
                     num_kv_heads,
                     num_heads / num_kv_heads,
-                    static_cast<int>(k_pool.size(1)) / kTile,
-                    static_cast<int>(partial_lse.size(0)) / 2,
+                    page_bits,
+                    static_cast<int>(parts.size(0)) / 2,
                     static_cast<float>(scale) * kLog2e};
-  TVM_FFI_ICHECK(k_pool.size(1) % kTile == 0) << "a page isn't a multiple of " << kTile << " tokens";
+  TVM_FFI_ICHECK(k_pool.size(1) == kTile << page_bits) << "a page isn't " << kTile << " tokens times a power of two";
+  TVM_FFI_ICHECK((pages.size(0) << page_bits) * shape.max_shares < int64_t{1} << 32) << "the page lists are too long";
   TVM_FFI_ICHECK(shape.num_queries <= kMaxQueries) << "more than " << kMaxQueries << " queries per KV head";
   const int num_blocks = (shape.max_shares * num_kv_heads + kWarps - 1) / kWarps;
   with_type(q, [&](auto element) {
@@ -490,7 +476,7 @@ void paged_decode(TensorView q, TensorView k_pool, TensorView v_pool, TensorView
     const auto floats = [](const TensorView& x) { return static_cast<float*>(x.data_ptr()); };
     const Tensors<T> tensors{data<T>(q), data<T>(k_pool), data<T>(v_pool), integers(indptr), integers(pages),
                              integers(last_page_lens), has_prefix ? data<T>(prefix_out) : nullptr, floats(prefix_lse),
-                             data<T>(out), floats(partial_out), floats(partial_lse), integers(arrivals)};
+                             data<T>(out), floats(parts), integers(arrivals)};
     const auto run = [&](auto kernel) {
       launch_with_shared(kernel, num_blocks, kWarps * 32, kWarps * kRingBytes, q.device(), tensors, shape);
     };

@@ -32,6 +32,14 @@ __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
+// Returns what was there before. What this warp wrote before its last meeting comes before it, for whoever sees it; what
+// others wrote before theirs can be read behind it.
+__device__ inline int add_in_order(int32_t* to, int x) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(x) : "memory");
+  return before;
+}
+
 // Four matrices; threads 8 * i to 8 * i + 7 name the rows of matrix i.
 __device__ inline void load_matrices(Pair (&out)[4], const void* row) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));

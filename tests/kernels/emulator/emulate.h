@@ -108,7 +108,6 @@ inline dim3 blockIdx, blockDim, gridDim;
 
 inline void __syncthreads() { emulate::meet(emulate::block->all); }
 inline void __syncwarp() { emulate::meet_warp(); }
-inline void __threadfence() {}
 
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane) {
@@ -121,15 +120,6 @@ T __shfl_xor_sync(unsigned, T x, int mask) {
 inline bool __any_sync(unsigned, bool x) {
   for (int mask = 16; mask > 0; mask /= 2) x |= __shfl_xor_sync(0, x, mask);
   return x;
-}
-inline int atomicAdd(int* to, int x) { return (*to += x) - x; }
-template <typename T>
-T __ldcg(const T* from) {
-  return *from;
-}
-template <typename T>
-void __stcg(T* to, T x) {
-  *to = x;
 }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __expf(float x) { return std::exp(x); }
@@ -148,6 +138,7 @@ using Pair = uint32_t;
 
 inline void* dynamic_shared() { return emulate::shared_memory.data(); }
 inline void copy_async(void* shared, const void* global) { emulate::self().groups.back().push_back({shared, global}); }
+inline int add_in_order(int32_t* to, int x) { return (*to += x) - x; }
 inline void end_of_copies() { emulate::self().groups.emplace_back(); }
 template <int kGroups>
 void wait_for_copies() {

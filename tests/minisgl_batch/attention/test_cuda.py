@@ -73,5 +73,5 @@ def test_two_levels_give_what_one_gives(groups: list[tuple[int, int]]) -> None:
 
 
 def test_what_it_cannot_run_is_said() -> None:
-    with pytest.raises(InvalidParameterError, match="multiple of 16 tokens, here 8"):
+    with pytest.raises(InvalidParameterError, match="power of two, here 8"):
         case(8)

