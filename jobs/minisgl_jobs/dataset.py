@@ -179,10 +179,9 @@ def reopen_dataset(folder: Place, job_id: str) -> None:
     Raises:
         OutputError: the folder holds another dataset by now, or it can't be written.
     """
-    manifest = read_manifest(folder)
-    if manifest is None or manifest.job_id != job_id:
-        holds = f"the dataset of job {manifest.job_id}" if manifest is not None else "no dataset"
-        raise OutputError(f"{folder} holds {holds} by now, not that of job {job_id}: it can't be retried")
+    if read_manifest(folder) is None:
+        raise OutputError(f"{folder} holds no dataset by now: job {job_id} can't be retried")
+    check_dataset(folder, job_id)
     claim_output(folder, job_id)
     remove_file(folder / SUCCESS)
 
@@ -203,6 +202,36 @@ def read_manifest(folder: Place) -> Manifest | None:
         return None
     except (OSError, msgspec.DecodeError) as error:
         raise OutputError(f"{path} can't be read: {error}") from error
+
+
+def manifest_of(folder: Place, job_id: str) -> Manifest | None:
+    """A job's manifest; None while it runs, and when the folder holds another's by now. Errors as `read_manifest`."""
+    manifest = read_manifest(folder)
+    return manifest if manifest is not None and manifest.job_id == job_id else None
+
+
+def dataset_job(folder: Place) -> str:
+    """The job whose output or dataset this is, "" where nothing says so.
+
+    Raises:
+        OutputError: the folder can't be read, or its manifest is damaged.
+    """
+    owner = output_owner(folder)
+    if owner:
+        return owner
+    manifest = read_manifest(folder)
+    return manifest.job_id if manifest is not None else ""
+
+
+def check_dataset(folder: Place, job_id: str) -> None:
+    """Make sure that a folder's dataset isn't another job's, which has overwritten it.
+
+    Raises:
+        OutputError: it is; or as `dataset_job`.
+    """
+    found = dataset_job(folder)
+    if found not in ("", job_id):
+        raise OutputError(f"{folder} holds the dataset of job {found} by now, not that of job {job_id}")
 
 
 def read_batches(folder: Place, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
@@ -339,10 +368,8 @@ def remove_dataset(folder: Place, job_id: str) -> None:
     Raises:
         OutputError: the folder holds another dataset, or can't be written.
     """
-    manifest = read_manifest(folder)
-    if manifest is not None and manifest.job_id != job_id:
-        raise OutputError(f"{folder} holds the dataset of job {manifest.job_id} by now, not that of job {job_id}")
-    if manifest is None and part_names(folder):
+    check_dataset(folder, job_id)
+    if read_manifest(folder) is None and part_names(folder):
         raise OutputError(f"{folder} holds parts of a job that isn't finished, not the dataset of job {job_id}")
     clear_dataset(folder)
     with suppress(OSError):  # it isn't there, or others' files are in it

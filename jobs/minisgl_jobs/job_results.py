@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import pyarrow as pa
 
 from minisgl_batch.errors import JobStateError, OutputError
-from minisgl_jobs.dataset import read_batches
+from minisgl_jobs.dataset import check_dataset, read_batches
 from minisgl_jobs.kept import add_columns, columns_of
 from minisgl_jobs.model import RowResult
 from minisgl_jobs.parts import output_place, part_name, read_part, read_part_table
@@ -38,7 +38,7 @@ class JobResults:
         Raises:
             JobNotFoundError: there is no such job (any more).
             JobStateError: the job hasn't ended, and `partial` wasn't asked for.
-            OutputError: the folder isn't here, or a part is missing or damaged.
+            OutputError: the folder isn't here or holds another job's dataset, or a part is missing or damaged.
         """
         status = self._queue.status(self._job_id)
         if status.state.is_final:
@@ -56,7 +56,7 @@ class JobResults:
 
         Raises:
             JobNotFoundError: there is no such job (any more).
-            OutputError: the folder isn't here, or a part is damaged.
+            OutputError: the folder isn't here or holds another job's dataset, or a part is damaged.
         """
         status = self._queue.status(self._job_id)
         size = status.spec.chunk_rows
@@ -98,8 +98,10 @@ def _merge(path: Place, chunk: int, spooled: dict[tuple[int, int], bytes], statu
 
 
 def _check_folder(status: JobStatus) -> None:
-    if status.rows_done and not output_place(status.spec.output).is_dir():
+    folder = output_place(status.spec.output)
+    if status.rows_done and not folder.is_dir():
         raise OutputError(
-            f"{status.spec.output}, where the results of job {status.job_id} are, isn't on this machine: "
-            "share the folder with the workers, or ask on their machine"
+            f"{folder}, where the results of job {status.job_id} were written, isn't here: it was moved or removed, "
+            "or it is on another machine, whose folder must be shared with this one"
         )
+    check_dataset(folder, status.job_id)

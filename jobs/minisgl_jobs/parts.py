@@ -31,7 +31,7 @@ PENDING_PATTERN = re.compile(r"\.part-(\d+)-(\d+)\.(.+)")
 TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _METADATA_KEY = b"minisgl_batch"
 _REMOTE_READERS = 16  # footers of parts in an object store that are read at once
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _LOW_CARDINALITY = ["status", "finish_reason", "stop_reason", "error_type", "model"]
 
 

@@ -12,7 +12,7 @@ import logging
 import redis
 
 from minisgl_batch.errors import JobStateError, OutputError, UsageError
-from minisgl_jobs.dataset import output_owner, read_manifest
+from minisgl_jobs.dataset import dataset_job
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
@@ -68,9 +68,7 @@ def _finalise(outbox: Outbox, status: JobStatus) -> None:
 
 def _is_all_here(job: FinalisingJob, folder: Place) -> bool:
     """Whether the folder is the job's, and not another one of this name on another machine: all parts are in it."""
-    manifest = read_manifest(folder)
-    owner = output_owner(folder) or (manifest.job_id if manifest is not None else "")
-    if owner != job.spec.job_id:
+    if dataset_job(folder) != job.spec.job_id:
         return False
     parts = {part.info.chunk: part.info.epoch for part in scan_parts(folder)}
     unconfirmed = {

@@ -8,7 +8,7 @@ from itertools import islice, takewhile
 from minisgl_batch.cli.console import talk
 from minisgl_batch.client import JobHandle
 from minisgl_batch.words import count, duration, one_line
-from minisgl_jobs.dataset import read_manifest
+from minisgl_jobs.dataset import manifest_of
 from minisgl_jobs.model import JobState, Row, RowResult
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.status import JobStatus
@@ -28,7 +28,7 @@ def report(job: JobHandle, status: JobStatus, examples: Sequence[Row] = ()) -> N
     Args:
         examples: rows whose texts are shown.
     """
-    manifest = read_manifest(output_place(status.spec.output))
+    manifest = manifest_of(output_place(status.spec.output), status.job_id)
     began = status.started_at or status.queued_at or status.created_at
     seconds = max((status.finished_at or status.now) - began, 1e-3)
     details = [f"{count(status.rows_ok, 'row')} ok, {status.rows_error:,} failed in {duration(seconds)}"]

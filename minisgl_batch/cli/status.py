@@ -20,7 +20,7 @@ from minisgl_batch.cli.watch import table, watch
 from minisgl_batch.client import Progress
 from minisgl_batch.client.show import JOB_COLUMNS, WORKER_COLUMNS, Overview, job_row, worker_row
 from minisgl_batch.words import duration, one_line
-from minisgl_jobs.dataset import Manifest, read_manifest
+from minisgl_jobs.dataset import Manifest, manifest_of
 from minisgl_jobs.model import JobState
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.status import JobStatus, WorkerInfo
@@ -107,7 +107,9 @@ def _show_overview(look: Callable[[], Overview], interval: float | None, as_json
 
 
 def _manifest(progress: Progress) -> Manifest | None:
-    return read_manifest(output_place(progress.status.spec.output)) if progress.state.is_final else None
+    if not progress.state.is_final:
+        return None
+    return manifest_of(output_place(progress.status.spec.output), progress.status.job_id)
 
 
 def worker_record(worker: WorkerInfo) -> dict[str, Any]:

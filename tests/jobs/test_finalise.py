@@ -177,6 +177,8 @@ def test_a_canceled_job_keeps_its_finished_rows(writer: Writer) -> None:
     manifest = read_manifest(writer.folder)
     assert manifest is not None
     assert (manifest.state, manifest.num_ok, manifest.num_errors) == (JobState.CANCELED, 5, 1)
+    status = writer.jobs.status(writer.spec.job_id)
+    assert (status.rows_ok, status.rows_error) == (5, 1)
     assert not (writer.folder / SUCCESS).exists()
     table = read_dataset(writer.folder)
     assert table["row_index"].to_pylist() == [0, 1, 2, 3, 4, 6]

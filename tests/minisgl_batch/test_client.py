@@ -306,8 +306,24 @@ def test_results_on_a_machine_without_the_folder(
         job.wait(DEADLINE_S)
     (tmp_path / "out").rename(tmp_path / "elsewhere")
     for read in (job.results, lambda: list(job.stream())):
-        with pytest.raises(OutputError, match="isn't on this machine"):
+        with pytest.raises(OutputError, match="isn't here: it was moved or removed"):
             read()
+
+
+def test_results_are_never_those_of_a_job_that_has_overwritten_them(
+    client: redis.Redis, submit: Callable[..., JobHandle]
+) -> None:
+    with EchoWorker(client):
+        first = submit(["a"])
+        first.wait(DEADLINE_S)
+    second = submit(["b"], overwrite=True)
+    for _ in range(2):  # while the other one waits, and when it has ended
+        for read in (first.results, lambda: list(first.rows()), lambda: list(first.stream())):
+            with pytest.raises(OutputError, match=f"holds the dataset of job {second.id} by now"):
+                read()
+        with EchoWorker(client):
+            second.wait(DEADLINE_S)
+    assert texts(second.rows()) == {0: "echo b"}
 
 
 def test_a_table_as_input(

@@ -93,6 +93,7 @@ def test_purge_removes_no_dataset_of_another_job(
         first = submit(["a"], "--wait")
         submit(["b"], "--wait", "--overwrite")
     assert "holds the dataset of job" in run_cli("purge", first, "--output", code=1).stderr
+    assert "generated from" not in run_cli("status", first).stdout  # tokens of the other dataset
     assert (tmp_path / "out" / SUCCESS).exists()
     (tmp_path / "out").rename(tmp_path / "gone")
     assert "isn't on this machine" in run_cli("purge", first, "--output", code=1).stderr
