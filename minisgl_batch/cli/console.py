@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,13 @@ INTERRUPTED = 130
 def talk(message: str) -> None:
     """Tell the user something that isn't data."""
     click.echo(harmless(message), err=True)
+
+
+def drop_output() -> None:
+    """Give up what standard output hasn't taken, which the interpreter would try to write once more when it ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def show_error(error: MiniSGLError) -> None:

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,13 +19,13 @@ from minisgl_jobs.connection import connect
 from minisgl_jobs.dataset import SUCCESS, read_dataset
 from minisgl_jobs.model import JobState
 from minisgl_jobs.queue import JobQueue
-from minisgl_jobs.row_texts import RowFinished, RowStarted, RowText
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.jobs.helpers import wait_for
 from tests.jobs.own_server import OwnServer
 from tests.processes import Command
 from tests.workers.echo_group import MODEL, start_echo_group
 from tests.workers.echo_rank import EchoConfig
+from tests.workers.reading import Reader
 
 READY_S = 60.0
 END_S = 90.0
@@ -72,38 +71,6 @@ def check_whole(job: JobHandle, output: Path, num_rows: int, lost: frozenset[int
     assert {row for row in range(num_rows) if errors[row] is not None} == lost
     assert job.status().state is (JobState.PARTIAL if lost else JobState.FINISHED)
     assert (output / SUCCESS).exists()
-
-
-class Reader(threading.Thread):
-    """Reads all tokens of a job, at its own pace."""
-
-    def __init__(self, url: str, job_id: str, pause_s: float = 0.0) -> None:
-        super().__init__(daemon=True)
-        self._url, self._job_id, self._pause_s = url, job_id, pause_s
-        self.texts: dict[int, str] = {}
-        self.num_ends: Counter[int] = Counter()
-        self.start()
-
-    def run(self) -> None:
-        with Client(self._url) as client:
-            for event in client.job(self._job_id).stream():
-                match event:
-                    case RowStarted():
-                        self.texts[event.row_index] = ""
-                    case RowText():
-                        assert event.offset == len(self.texts[event.row_index])
-                        self.texts[event.row_index] += event.text
-                        time.sleep(self._pause_s)
-                    case RowFinished():
-                        self.num_ends[event.row_index] += 1
-
-    def check(self, output: Path) -> None:
-        """It has seen every text whole, and every end once."""
-        self.join(END_S)
-        table = read_dataset(output)
-        assert self.texts == dict(zip(table["row_index"].to_pylist(), table["text"].to_pylist(), strict=True))
-        assert set(self.num_ends.values()) == {1}
-        assert len(self.num_ends) == table.num_rows
 
 
 def test_a_killed_workers_chunk_is_taken_over_within_the_lease_time_and_two_seconds(
@@ -155,7 +122,7 @@ def test_an_outage_of_redis_longer_than_a_lease_loses_nothing_and_steals_no_chun
         outage(server, 2 * lease_s)
         wait_for("the end", lambda: job.status().state.is_final, END_S)
         check_whole(job, tmp_path / "out", 120)
-        reader.check(tmp_path / "out")
+        reader.check(tmp_path / "out", END_S)
         assert job.status().num_deaths == 0
         assert set(begun(tmp_path / "log").values()) == {1}
         for command in (first, second):
@@ -269,7 +236,7 @@ def test_readers_see_every_token_once_whenever_they_come_however_slow_and_often_
         wait_for("the end", lambda: job.status().state.is_final, END_S)
         readers.append(Reader(redis_server.url, job.id))
         for reader in readers:
-            reader.check(tmp_path / "out")
+            reader.check(tmp_path / "out", END_S)
         check_whole(job, tmp_path / "out", 100)
 
 
@@ -279,3 +246,21 @@ def test_a_group_leaves_nothing_in_the_temporary_folder(redis_server: EmbeddedRe
         assert os.listdir(tmp_path) != []
         command.signal(signal.SIGKILL)
         wait_for("the frontend to tidy up", lambda: os.listdir(tmp_path) == [], 20)
+
+
+def test_a_small_job_starts_within_two_chunks_of_a_big_one(
+    api: Client, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    chunk_rows = 32
+    engine = EchoConfig(max_running=chunk_rows, step_s=0.02)
+    with start_echo_group(redis_server.url, engine=engine) as command:
+        command.wait_for("serving", READY_S)
+        big = submit(api, tmp_path / "big", 900, chunk_rows=chunk_rows)
+        wait_for("some rows", lambda: big.status().rows_done >= 3 * chunk_rows, 30)
+        small = submit(api, tmp_path / "small", 20)
+        for job in (small, big):
+            wait_for("its end", lambda job=job: job.status().state.is_final, END_S)
+    rows = read_dataset(tmp_path / "small").to_pylist()
+    first = min(row["started_at"].timestamp() + row["ttft_ms"] / 1000 for row in rows)
+    ends = [time.timestamp() for time in read_dataset(tmp_path / "big")["finished_at"].to_pylist()]
+    assert sum(small.status().spec.submitted_at < end < first for end in ends) <= 2 * chunk_rows
