@@ -26,6 +26,7 @@ from minisgl_jobs.streams import WATCH_TTL_S, message_decoder
 OUTAGE_S = 120.0  # how long a reader puts up with a Redis that is away
 RESYNC_S = 1.0  # at least so long between requests for snapshots
 LOOK_S = 3.0
+STOP_S = 0.5  # how long `stop` may go unnoticed
 RECONNECT_S = 0.2
 READ_MESSAGES = 100  # from the stream, in one call
 
@@ -88,7 +89,7 @@ class TokenReader:
         self.is_stopped = False
 
     def stop(self) -> None:
-        """End the iteration within LOOK_S; may be called by another thread than the one that iterates."""
+        """End the iteration within STOP_S; may be called by another thread than the one that iterates."""
         self.is_stopped = True
 
     def announce(self) -> None:
@@ -146,7 +147,7 @@ class TokenReader:
                 yield from self._sweep(self._texts.missing())
             deadline = min(self._watch_until, self._look_at, self._resync_at or self._look_at)
             with redis_errors():
-                message = self._pubsub.get_message(timeout=max(0.001, deadline - time.monotonic()))
+                message = self._pubsub.get_message(timeout=min(STOP_S, max(0.001, deadline - time.monotonic())))
             if message is not None:
                 yield from self._receive(message)
             if self._resync_at is not None and time.monotonic() >= self._resync_at:

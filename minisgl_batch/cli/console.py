@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,13 @@ def talk(message: str) -> None:
     click.echo(harmless(message), err=True)
 
 
+def drop_output() -> None:
+    """Give up what standard output hasn't taken, which the interpreter would try to write once more when it ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
 def show_error(error: MiniSGLError) -> None:
     """Say what went wrong; faults of an input as a table."""
     if isinstance(error, InvalidInputError) and error.faults:
@@ -43,7 +51,8 @@ def show_faults(faults: Sequence[Fault], num_faults: int) -> None:
     from minisgl_jobs.faults import COLUMNS, render_faults
 
     if not sys.stderr.isatty():
-        talk(render_faults(faults, num_faults))
+        talk(render_faults(faults, len(faults)))
+        show_num_left_out(faults, num_faults)
         return
     from rich.table import Table
     from rich.text import Text
@@ -55,8 +64,13 @@ def show_faults(faults: Sequence[Fault], num_faults: int) -> None:
     for fault in faults:
         table.add_row(*map(Text, (fault.place or str(fault.line), fault.field or "-", fault.problem, fault.hint)))
     stderr_console().print(table)
-    if num_faults > len(faults):
-        talk(f"... and {num_faults - len(faults):,} more")
+    show_num_left_out(faults, num_faults)
+
+
+def show_num_left_out(shown: Sequence[object], number: int) -> None:
+    """Below a list of faults, how many there are beside those."""
+    if number > len(shown):
+        talk(f"... and {number - len(shown):,} more; --max-faults lists them")
 
 
 def talk_of_warnings() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from importlib import import_module
 from typing import Any
 
 import click
 
 from minisgl_batch._version import __version__
-from minisgl_batch.cli.console import INTERRUPTED, show_error, talk, talk_of_warnings
+from minisgl_batch.cli.console import INTERRUPTED, drop_output, show_error, talk, talk_of_warnings
 from minisgl_batch.errors import InvalidParameterError, MiniSGLError
 
 # name -> what its help says first; the module of the same name under minisgl_batch.cli is imported on use.
@@ -64,6 +65,12 @@ class LazyGroup(click.Group):
         except MiniSGLError as error:
             show_error(error)
             raise click.exceptions.Exit(error.exit_code) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+                raise  # EPIPE ends us in silence, anything else is a defect
+            talk(f"Error: the output can't be written: {error.strerror}")
+            drop_output()
+            raise click.exceptions.Exit(1) from error
         except KeyboardInterrupt as error:
             talk("interrupted")
             raise click.exceptions.Exit(INTERRUPTED) from error

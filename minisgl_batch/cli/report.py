@@ -29,7 +29,7 @@ def report(job: JobHandle, status: JobStatus, examples: Sequence[Row] = ()) -> N
         examples: rows whose texts are shown.
     """
     manifest = manifest_of(output_place(status.spec.output), status.job_id)
-    began = status.started_at or status.queued_at or status.created_at
+    began = max(status.started_at or 0.0, status.queued_at or status.created_at)  # of this retry, if it is one
     seconds = max((status.finished_at or status.now) - began, 1e-3)
     details = [f"{count(status.rows_ok, 'row')} ok, {status.rows_error:,} failed in {duration(seconds)}"]
     if manifest is not None and manifest.completion_tokens:
@@ -65,7 +65,7 @@ def _show_errors(job: JobHandle, num_errors: int) -> None:
 
 def _row_label(result: RowResult) -> str:
     """What a person calls a result's row."""
-    return one_line(result.custom_id) or f"row {result.row_index}"
+    return one_line(result.custom_id) or f"row_index {result.row_index}"
 
 
 def _error_text(result: RowResult) -> str:

@@ -41,6 +41,7 @@ class Group:
         self.ran: list[tuple[int, int]] = []
 
     def tick(self) -> None:
+        self.delivery._due["tasks"] = 0.0  # a test needn't wait for the next look
         self.delivery.tick(self.info, take=True)
 
     def take(self) -> ChunkWork:

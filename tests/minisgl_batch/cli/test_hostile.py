@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import redis
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from minisgl_batch.cli.main import COMMANDS, cli
@@ -116,9 +117,7 @@ def test_what_others_wrote_is_shown_harmlessly(run_cli: RunCli, tmp_path: Path) 
     run_cli("cancel", job_id)
 
 
-@pytest.mark.parametrize(
-    "command", ["jobs", "status", "status --json", "tail {job}", "results {job}", "results {job} --format csv"]
-)
+@pytest.mark.parametrize("command", ["jobs", "tail {job} --json", "results {job} --format csv"])
 def test_a_pipe_that_closes_early(client: redis.Redis, submit: Callable[..., str], command: str) -> None:
     with EchoWorker(client):
         job_id = submit([f"{i} " + "x" * 1000 for i in range(200)], "--wait")
@@ -126,6 +125,17 @@ def test_a_pipe_that_closes_early(client: redis.Redis, submit: Callable[..., str
     result = subprocess.run(program, shell=True, capture_output=True, text=True, check=True, env=environment())
     assert len(result.stdout.splitlines()) == 1
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["jobs --json", "results {job}"])
+def test_an_output_that_is_full(client: redis.Redis, submit: Callable[..., str], command: str) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a"], "--wait")
+    program = f"{sys.executable} -m minisgl_batch.cli.main {command.format(job=job_id)} > /dev/full"
+    result = subprocess.run(program, shell=True, capture_output=True, text=True, check=False, env=environment())
+    assert result.returncode == 1
+    assert result.stderr.endswith("Error: the output can't be written: No space left on device\n")
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("command", ["tail", "retry --wait", "cancel --wait", "status --watch"])
@@ -188,20 +198,21 @@ def test_a_summary_of_written_results(
     }
 
 
-def test_completion_knows_commands_and_jobs(submit: Callable[..., str]) -> None:
+def test_completion_knows_commands_and_jobs(submit: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = submit(["a"], "--job-id", "my-job")
-    words = {"minisgl-batch can": "cancel", "minisgl-batch cancel my": job_id, "minisgl-batch cancel x": ""}
-    for line, expected in words.items():
-        variables = {
-            "_MINISGL_BATCH_COMPLETE": "bash_complete",
-            "COMP_WORDS": line,
-            "COMP_CWORD": str(len(line.split()) - 1),
-        }
-        program = "import sys; sys.argv[0] = 'minisgl-batch'; from minisgl_batch.cli.main import main; main()"
-        found = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment(**variables)
-        )
-        assert found.stderr == ""
-        assert found.stdout.strip() == (f"plain,{expected}" if expected else "")
+    completing = ShellComplete(cli, {}, "minisgl-batch", "_MINISGL_BATCH_COMPLETE")
+
+    def complete(*words: str) -> list[str]:
+        return [item.value for item in completing.get_completions(list(words[:-1]), words[-1])]
+
+    assert complete("can") == ["cancel"]
+    for command in OF_A_JOB:
+        assert complete(command, "my") == [job_id]
+        assert complete(command, "x") == []
+    assert complete("submit", "in.jsonl", "--after", "my") == [job_id]
     with Client() as api:
         api.job(job_id).cancel()
+    monkeypatch.setenv("MINISGL_REDIS", "unix:///nowhere/redis.sock")
+    assert complete("cancel", "my") == []
+    monkeypatch.delenv("MINISGL_REDIS")
+    assert complete("cancel", "my") == []

@@ -124,6 +124,9 @@ def test_leaving_a_stream_ends_its_reading(run: Run, client: redis.Redis, tmp_pa
     async def test(api: AsyncClient) -> None:
         with EchoWorker(client, hold=True) as worker:
             job = await api.submit(["a", "b"], model=MODEL, output=tmp_path)
+            async for progress in job.watch(0.01):
+                if progress.status.num_spooled:
+                    break  # the worker holds now, and shows new readers a text that grows
             stream = job.stream()
             async for event in stream:
                 if isinstance(event, RowText) and event.text == GROWING:
