@@ -7,6 +7,8 @@ RQ; `tasks.py` makes tasks of these steps.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from enum import Enum, auto
 from typing import Any
 
 import redis
@@ -16,6 +18,13 @@ from minisgl_jobs.keys import QueueKeys
 from minisgl_jobs.model import JobState
 from minisgl_jobs.queue import LOOK_S, JobQueue
 from minisgl_jobs.scripts import Scripts, redis_errors
+
+
+class _Verdict(Enum):
+    FREE = auto()  # it isn't held (any more)
+    WAIT = auto()
+    START = auto()
+    CANCEL = auto()
 
 
 class HeldJobs:
@@ -32,25 +41,23 @@ class HeldJobs:
         job_id = self._scripts.run("heldclaim", self._keys.prefix, int(LOOK_S * 1000))
         return job_id.decode() if job_id else None
 
+    def is_ready(self, job_id: str) -> bool:
+        """Whether `start` would start or cancel the job now. When only its time is to come, it is due again then."""
+        return self._judge(job_id)[0] in (_Verdict.START, _Verdict.CANCEL)
+
     def start(self, job_id: str) -> bool:
         """Start a held job if nothing that it waits for is left, or cancel it if that can't come any more.
 
         Returns:
             Whether it is still held.
         """
-        with redis_errors():
-            reply: Any = self._client.hmget(self._keys.job(job_id), "held", "after")
-        is_held, after = reply
-        if not is_held:
-            return False
-        if after:
-            state = follow(self._client, after.decode(), self.queue, job_id)
-            if state is not None and not state.is_final:
-                return True
-            if state is None or not state.is_complete:
-                self._cancel(job_id, after.decode(), state)
-                return False
-        return bool(self._scripts.run("release", self._keys.prefix, job_id) == b"early")
+        verdict, why = self._judge(job_id)
+        if verdict is _Verdict.START:
+            return bool(self._scripts.run("release", self._keys.prefix, job_id) == b"early")
+        if verdict is _Verdict.CANCEL:
+            with suppress(JobNotFoundError, JobStateError):  # a user was faster
+                JobQueue(self._client).cancel(job_id, why)
+        return verdict is _Verdict.WAIT
 
     def followers(self, job_id: str) -> list[tuple[str, str]]:
         """(queue, job) of all that wait for a job's end."""
@@ -58,12 +65,27 @@ class HeldJobs:
             members: Any = self._client.smembers(self._keys.job(job_id, "followers"))
         return [(queue, follower) for queue, follower in (member.decode().split() for member in sorted(members))]
 
-    def _cancel(self, job_id: str, after: str, state: JobState | None) -> None:
-        became = {None: "is gone", JobState.FAILED: "has failed"}.get(state, "was canceled")
-        try:
-            JobQueue(self._client).cancel(job_id, f"job {after}, which it was to follow, {became}")
-        except (JobNotFoundError, JobStateError):
-            return  # a user was faster
+    def _judge(self, job_id: str) -> tuple[_Verdict, str]:
+        """What is to become of a job, and why when it is to be canceled."""
+        with redis_errors():
+            reply: Any = self._client.hmget(self._keys.job(job_id), "held", "after", "start_ms")
+            now_s, now_us = self._client.time()
+        is_held, after, start_ms = reply
+        if not is_held:
+            return _Verdict.FREE, ""
+        if after:
+            first = after.decode()
+            state = follow(self._client, first, self.queue, job_id)
+            if state is not None and not state.is_final:
+                return _Verdict.WAIT, ""
+            if state is None or not state.is_complete:
+                became = {None: "is gone", JobState.FAILED: "has failed"}.get(state, "was canceled")
+                return _Verdict.CANCEL, f"job {first}, which it was to follow, {became}"
+        if int(start_ms) > now_s * 1000 + now_us / 1000:
+            with redis_errors():
+                self._client.zadd(self._keys.part("held"), {job_id: int(start_ms)}, xx=True)
+            return _Verdict.WAIT, ""
+        return _Verdict.START, ""
 
 
 def follow(client: redis.Redis, after: str, queue: str, job_id: str) -> JobState | None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from minisgl_batch.errors import InvalidInputError
@@ -175,8 +176,9 @@ def open_source(source: str | os.PathLike[str], columns: Columns | None = None) 
     with reading(name):
         root = place(given)
         files = _files_of(name, root) if root.is_dir() else [""]
-    # A signed URL is for this process alone: jobs store the URLs of their inputs.
-    return Records(name, root, files, columns, uri=str(root) if name == given else "")
+    # A signed URL is for this process alone, as jobs store the URLs of their inputs; and a pipe can be read once.
+    is_for_all = name == given and not _is_pipe(root)
+    return Records(name, root, files, columns, uri=str(root) if is_for_all else "")
 
 
 def open_records(path: Place | str, name: str, columns: Columns, *, hashed: bool = True) -> RecordFile:
@@ -185,7 +187,7 @@ def open_records(path: Place | str, name: str, columns: Columns, *, hashed: bool
     Raises:
         InvalidInputError: it can't be read, or lacks a column.
     """
-    if not isinstance(path, str):
+    if not isinstance(path, str) and not _is_pipe(path):
         with reading(name), open_binary(path) as file:
             head = file.read(_HEAD_BYTES) or b""
         if is_table(head):
@@ -198,6 +200,10 @@ def open_records(path: Place | str, name: str, columns: Columns, *, hashed: bool
     except BaseException:
         lines.close()
         raise
+
+
+def _is_pipe(path: Place) -> bool:
+    return isinstance(path, Path) and path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _files_of(name: str, folder: Place) -> list[str]:

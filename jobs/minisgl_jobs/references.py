@@ -107,7 +107,7 @@ class ChunkReader:
             chat=source.chat,
             on_error="record",
         )
-        reader = RowReader(source.uri, options, first_row=span.start)
+        reader = RowReader(source.uri, options, first_row=span.start, is_whole=False)
         rows: list[Row] = []
         for number, name in enumerate(reference.files):
             file = self._file(

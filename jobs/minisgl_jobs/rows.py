@@ -119,12 +119,19 @@ class RowReader:
     """
 
     def __init__(
-        self, file: str, options: ReadOptions | None = None, *, max_shown: int = MAX_SHOWN, first_row: int = 0
+        self,
+        file: str,
+        options: ReadOptions | None = None,
+        *,
+        max_shown: int = MAX_SHOWN,
+        first_row: int = 0,
+        is_whole: bool = True,
     ) -> None:
         """
         Args:
             max_shown: faults to remember.
             first_row: the index of the first row that is read.
+            is_whole: whether rows are compared with earlier ones; not for a part of an input, which was checked whole.
         """
         self.file = file
         self.num_rows = first_row
@@ -136,7 +143,9 @@ class RowReader:
         column = prompt or messages
         self._column = None if column is None else (column, "prompt" if messages is None else "messages")
         self._makes_chat = self._options.makes_chat
+        self._is_whole = is_whole
         self._custom_ids = CustomIdIndex()
+        self._url: tuple[str, str] | None = None  # the first OpenAI line's, and where it stands
         self.kept = KeptRows(self._options.keep_columns)
 
     def read(self, records: Iterable[Record], at: Located | None = None) -> Iterator[Row | Fault]:
@@ -206,7 +215,7 @@ class RowReader:
 
     def _checked_row(self, row_index: int, number: int, place: str, fields: dict[str, Any], record: Record) -> Row:
         custom_id = read_custom_id(fields)
-        if custom_id and (first := self._custom_ids.add(custom_id, number)) is not None:
+        if self._is_whole and custom_id and (first := self._custom_ids.add(custom_id, number)) is not None:
             already = f"stands on line {first} already" if not place else "is an earlier row's already"
             raise FieldError("custom_id", f"{show(custom_id)} {already}", "give each row its own")
         prefix = ""
@@ -216,6 +225,7 @@ class RowReader:
             body = _use_column(*self._column, fields)
         elif is_envelope(fields):
             body, prefix = open_envelope(fields), "body."
+            self._check_url(fields["url"], place or f"line {number}")
         else:
             body = fields
             refuse_unknown(body, prefix)
@@ -230,6 +240,12 @@ class RowReader:
             params=read_params(body, prefix),
             metadata=self._metadata(fields, record),
         )
+
+    def _check_url(self, url: str, where: str) -> None:
+        """A batch is answered in one shape."""
+        self._url = self._url or (url, where)
+        if self._is_whole and url != self._url[0]:
+            raise FieldError("url", f"isn't that of {self._url[1]}, {self._url[0]}", "make a file for each url")
 
     def _read_ask(
         self, body: dict[str, Any], prefix: str

@@ -29,6 +29,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         tokens_per_s: generated lately.
         num_running, num_waiting: requests in its engine.
         prompt_tokens, cached_tokens: of all prompts since its start, and how many of them the prefix cache had.
+        trouble: why it takes no chunks and its finished ones wait, such as a full disk; "" for none.
         description: dtype, device, attention backend and the like.
     """
 
@@ -42,6 +43,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     num_waiting: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    trouble: str = ""
     description: dict[str, str | int] = {}
 
 

@@ -124,20 +124,20 @@ def hold(tasks: TaskQueue, queue: str, job_id: str, *, after: str = "", start_at
 
 
 def dispatch_starts(held: HeldJobs, tasks: TaskQueue) -> int:
-    """Enqueue a start task for each held job that is due for a look; tells how many. As `dispatch_finalise`."""
+    """Enqueue a start task for each held job for which the time has come; tells how many. As `dispatch_finalise`."""
     num_enqueued = 0
     while (job_id := held.claim()) is not None:
-        num_enqueued += enqueue_start(tasks, held.queue, job_id)
+        num_enqueued += enqueue_start(held, tasks, job_id)
     return num_enqueued
 
 
-def enqueue_start(tasks: TaskQueue, queue: str, job_id: str) -> bool:
-    """Enqueue the task that starts a held job, in place of a deferred or scheduled one; False if it is under way."""
+def enqueue_start(held: HeldJobs, tasks: TaskQueue, job_id: str) -> bool:
+    """Enqueue the task that starts a held job, in place of the one that waits, unless the job is to wait on."""
     task_id = start_id(job_id)
-    if _is_under_way(tasks, task_id):
+    if not held.is_ready(job_id) or _is_under_way(tasks, task_id):
         return False
     forget_start(tasks.connection, job_id)
-    tasks.enqueue_call(START, (queue, job_id), job_id=task_id, description=f"start {job_id}", **_LIMITS)
+    tasks.enqueue_call(START, (held.queue, job_id), job_id=task_id, description=f"start {job_id}", **_LIMITS)
     return True
 
 
@@ -173,7 +173,7 @@ def run_finalise(queue: str, job_id: str, epoch: int) -> str | None:
     state = finalise(Outbox(client, queue), job_id, epoch, roots=AllowedRoots.of_environment())
     forget_start(client, job_id)  # of a job that was canceled while it was held
     for of_queue, follower in HeldJobs(client, queue).followers(job_id):
-        enqueue_start(task_queue(client, of_queue), of_queue, follower)
+        enqueue_start(HeldJobs(client, of_queue), task_queue(client, of_queue), follower)
     return state.value if state else None
 
 

@@ -14,7 +14,7 @@ import click
 from minisgl_batch.cli.console import print_json, talk
 from minisgl_batch.cli.options import job_argument, redis_option
 from minisgl_batch.cli.service import open_client
-from minisgl_batch.errors import OutputError, UsageError
+from minisgl_batch.errors import InvalidParameterError, OutputError, UsageError
 from minisgl_batch.words import count
 from minisgl_jobs.export import EXPORT_FORMATS, ExportFormat, export_rows
 from minisgl_jobs.model import JobState
@@ -66,18 +66,25 @@ def results(
 
 @contextmanager
 def _target(output: str | None) -> Iterator[IO[bytes]]:
-    """Standard output, or a file that is there whole at the end or not at all."""
+    """Standard output, or a file that is there whole at the end or not at all; pipes and devices are written to."""
     if output is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    path = Path(output)
-    pending = path.with_name(f".{path.name}.{os.getpid()}")
+    path = Path(os.path.realpath(output))  # a link stays, and what it leads to is written
+    if path.is_dir():
+        raise InvalidParameterError("output", f"{output!r} is a folder: name a file")
     try:
-        with pending.open("wb") as file:
-            yield file
-        pending.replace(path)
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:
+                yield file
+            return
+        pending = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with pending.open("wb") as file:
+                yield file
+            pending.replace(path)
+        finally:
+            pending.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"{output} can't be written: {error.strerror or error}") from error
-    finally:
-        pending.unlink(missing_ok=True)

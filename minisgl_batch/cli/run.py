@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -92,7 +93,8 @@ def _run_job(
                 return job, _follow(job, worker, live=not verbose)
         except WorkerError:
             if log is not None:
-                talk(f"the worker's log is {output / WORKER_LOG}")
+                is_lost = _holds_nothing_but_log(output)
+                talk("--verbose shows the worker's log" if is_lost else f"the worker's log is {output / WORKER_LOG}")
             raise
 
 
@@ -106,24 +108,48 @@ def _follow(job: JobHandle, worker: LocalWorker, *, live: bool) -> bool:
             job.cancel()
         except JobStateError as error:  # all rows were done
             talk(str(error))
-        follow(job, live=live, check=worker.check)
+        follow(job, live=live, patient=False, check=worker.check)
         return True
     return False
 
 
 @contextmanager
 def _worker_log(output: Path, verbose: bool) -> Iterator[IO[bytes] | None]:
-    """Where the worker's log goes; None is standard error."""
+    """Where the worker's log goes; None is standard error. A run that didn't get as far as a job leaves none."""
     if verbose:
         yield None
         return
+    made = next((path for path in reversed((output, *output.parents)) if not path.exists()), None)
     try:
         output.mkdir(parents=True, exist_ok=True)
         log = (output / WORKER_LOG).open("wb")
     except OSError as error:
         raise OutputError(f"{output} can't be written: {error.strerror}") from error
     with log:
-        yield log
+        try:
+            yield log
+        except BaseException:
+            if _holds_nothing_but_log(output):
+                (output / WORKER_LOG).unlink()
+                if made is not None:
+                    _remove_empty(output, made)
+            raise
+
+
+def _holds_nothing_but_log(output: Path) -> bool:
+    try:
+        return os.listdir(output) == [WORKER_LOG]
+    except OSError:
+        return False
+
+
+def _remove_empty(folder: Path, top: Path) -> None:
+    """Remove a folder, and those above it up to `top`, as far as they are empty."""
+    with suppress(OSError):
+        for path in (folder, *folder.parents):
+            path.rmdir()
+            if path == top:
+                return
 
 
 @contextmanager

@@ -153,6 +153,7 @@ def progress_record(progress: Progress, manifest: Manifest | None) -> dict[str, 
         "tokens_per_s": progress.tokens_per_s,
         "cached_share": progress.cached_share,
         "eta_s": progress.eta_s,
+        "trouble": progress.trouble or None,
         "tokens": tokens,
     }
 
@@ -163,8 +164,8 @@ def _fields(progress: Progress, manifest: Manifest | None) -> list[tuple[str, st
     return [
         ("job", found.job_id),
         ("state", found.state.value),
-        ("waiting", found.waiting),
-        ("why", one_line(found.error)),
+        ("waiting", found.waiting or one_line(progress.trouble)),
+        ("why", one_line(found.error) if found.state.is_final else ""),
         ("model", one_line(spec.model)),
         ("rows", _rows(progress)),
         ("failed", f"{found.rows_error:,} rows" if found.rows_error else ""),

@@ -18,6 +18,7 @@ class Progress:
         rows_done: rows that are finished, those of unfinished chunks (about, with several samples a row) included.
         tokens_per_s: that the job's workers generate, for all of their jobs.
         cached_share: of the prompt tokens of these workers since they started; None when nothing ran yet.
+        trouble: what keeps it from getting on although workers have rows of it, such as a full disk; "" for nothing.
         eta_s: until the last row, from the rows so far; None when nothing can be said.
     """
 
@@ -26,6 +27,7 @@ class Progress:
     tokens_per_s: float
     cached_share: float | None
     eta_s: float | None
+    trouble: str = ""
 
     @property
     def state(self) -> JobState:
@@ -41,6 +43,7 @@ def measure(status: JobStatus, workers: Iterable[WorkerInfo]) -> Progress:
     spec = status.spec
     busy = {lease.worker_id for lease in status.leases}
     working = [worker for worker in workers if worker.worker_id in busy]
+    troubles = (worker.trouble for worker in working)
     prompt_tokens = sum(worker.prompt_tokens for worker in working)
     # In a retry the old error rows are what is left to do.
     committed = status.rows_ok if status.epoch and not status.state.is_final else status.rows_done
@@ -51,6 +54,7 @@ def measure(status: JobStatus, workers: Iterable[WorkerInfo]) -> Progress:
         tokens_per_s=sum(worker.tokens_per_s for worker in working),
         cached_share=sum(worker.cached_tokens for worker in working) / prompt_tokens if prompt_tokens else None,
         eta_s=_eta(status, rows_done),
+        trouble=status.error if status.state is JobState.FINALISING else next(filter(None, troubles), ""),
     )
 
 

@@ -84,6 +84,8 @@ def details(progress: Progress) -> list[str]:
     found = []
     if progress.status.waiting:
         found.append(f"waiting: {progress.status.waiting}")
+    if progress.trouble:
+        found.append(f"waiting: {one_line(progress.trouble)}")
     if progress.status.rows_error:
         found.append(f"{progress.status.rows_error:,} failed")
     if progress.tokens_per_s:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import random
 import subprocess
 import sys
@@ -128,11 +127,15 @@ def submit(url: str, source: Path, output: Path, transport: str) -> dict[str, An
     command = [sys.executable, "-m", "minisgl_batch.cli.main", "submit", str(source), transport, *options]
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment())
-    _, status, usage = os.wait4(process.pid, 0)
+    peak_mb = 0.0
+    while process.poll() is None:
+        # Not what `wait4` tells: that begins with this process's own, which has just written the input.
+        peak_mb = max(peak_mb, memory_mb(process.pid, "VmHWM"))
+        time.sleep(0.02)
     assert process.stderr is not None
-    assert status == 0, process.stderr.read().decode()
+    assert process.returncode == 0, process.stderr.read().decode()
     process.stderr.close()
-    return {"submit_s": round(time.monotonic() - started, 2), "client_rss_mb": round(usage.ru_maxrss / 1024)}
+    return {"submit_s": round(time.monotonic() - started, 2), "client_rss_mb": round(peak_mb)}
 
 
 def first_token(job: JobHandle) -> None:
@@ -148,7 +151,7 @@ def watch(job: JobHandle, client: Client, store: redis.Redis, run_s: float) -> d
     samples: list[tuple[float, float]] = []
     started, rows_before = time.monotonic(), job.status().rows_done
     while (elapsed := time.monotonic() - started) < run_s and not job.status().state.is_final:
-        samples.append((rss_mb(worker.pid), mb(used_memory(store))))
+        samples.append((memory_mb(worker.pid, "VmRSS"), mb(used_memory(store))))
         time.sleep(SAMPLE_S)
     third = max(1, len(samples) // 3)
     names = ("frontend_rss_mb", "redis_mb_running")
@@ -170,9 +173,10 @@ def used_memory(store: redis.Redis) -> int:
     return int(store.info("memory")["used_memory"])
 
 
-def rss_mb(pid: int) -> float:
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
-    return int(line.split()[1]) / 1024
+def memory_mb(pid: int, what: str) -> float:
+    """Resident memory of a process, now (VmRSS) or at most (VmHWM); 0 when it has ended."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(what)), 0.0)
 
 
 def mb(num_bytes: int) -> float:

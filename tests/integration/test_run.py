@@ -77,11 +77,25 @@ def test_an_interrupt_keeps_what_is_finished(start: Start, tmp_path: Path) -> No
         run.signal(signal.SIGINT)
         run.finish(code=130)
     assert "canceling, finished rows are kept" in run.stderr
-    assert "start again with --overwrite" in run.stderr
+    assert "start it again to go on" in run.stderr
     manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
     assert manifest["state"] == "canceled"
     assert not (tmp_path / "out" / "_SUCCESS").exists()
     assert manifest["num_ok"] == sum(pq.read_metadata(part).num_rows for part in (tmp_path / "out").glob("part-*"))
+
+
+def test_a_folder_that_can_not_be_written_is_said_and_keeps_no_run_from_ending(start: Start, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i} +", "max_tokens": 300, "ignore_eos": True} for i in range(12)]
+    options = ("--model", "demo", "--output", "out", "--chunk-rows", 4)
+    with start("run", write_rows(tmp_path / "in.jsonl", rows), *options) as run:
+        run.wait_for("running: ")
+        (tmp_path / "out").rename(tmp_path / "away")
+        (tmp_path / "out").touch()
+        run.wait_for("waiting: ")
+        run.signal(signal.SIGTERM)
+        run.finish(code=1)
+    assert "can't be written: File exists" in run.stderr
+    assert "is left unfinished" in run.stderr.splitlines()[-1]
 
 
 def test_two_interrupts_stop_at_once(start: Start) -> None:
@@ -109,4 +123,5 @@ def test_a_worker_that_can_not_start(start: Start, tmp_path: Path) -> None:
     with start("run", source, "--model", "demo", "--max-seq-len", 10**6, "--output", "out") as refused:
         refused.finish(code=2)
     assert "max_seq_len: 1000000 is more than the model's context" in refused.stderr
-    assert os.listdir(tmp_path / "out") == ["_worker.log"]
+    assert "--verbose shows the worker's log" in refused.stderr
+    assert os.listdir(tmp_path) == ["in.jsonl"]

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -437,3 +438,19 @@ def test_a_signed_url_stays_in_this_process(bucket: str, tmp_path: Path) -> None
         with pytest.raises(UsageError) as caught:
             prepare(source, **{**options, **changed})
         assert "s3cr3t" not in str(caught.value)
+
+
+def test_a_pipe_is_read_once(tmp_path: Path) -> None:
+    """As a shell makes one of `<(zcat rows.jsonl.gz)`."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=('{"prompt": "a"}\n{"prompt": "b"}\n',))
+    writer.start()
+    with prepare(pipe, model="m", output=tmp_path / "o") as submission:
+        assert [row.prompt for row in all_rows(read_chunks(submission))] == ["a", "b"]
+    writer.join(10)
+    writer = threading.Thread(target=pipe.write_text, args=('{"prompt": "a"}\n',))
+    writer.start()
+    with pytest.raises(InvalidParameterError, match=r"workers can't read .*/pipe themselves"):
+        prepare(pipe, model="m", output=tmp_path / "o", transport="reference")
+    writer.join(10)

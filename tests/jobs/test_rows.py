@@ -65,16 +65,33 @@ def test_openai_batch_lines() -> None:
             "url": "/v1/chat/completions",
             "body": {"model": "gpt-x", "messages": user("hi"), "max_completion_tokens": 9, "user": "me", "n": 2},
         },
+    ]
+    rows = list(reader.rows(json.dumps(line).encode() for line in lines))
+    assert rows == [Row(row_index=0, custom_id="r1", messages=user("hi"), params=SamplingParams(max_tokens=9, n=2))]
+    reader = RowReader("in")
+    lines = [
         {"url": "/v1/completions", "body": {"model": "gpt-x", "prompt": "Once", "max_tokens": 3, "echo": False}},
         {"url": "/v1/completions", "body": {"model": "other", "prompt": [5, 6]}},
     ]
     rows = list(reader.rows(json.dumps(line).encode() for line in lines))
     assert rows == [
-        Row(row_index=0, custom_id="r1", messages=user("hi"), params=SamplingParams(max_tokens=9, n=2)),
-        Row(row_index=1, prompt="Once", params=SamplingParams(max_tokens=3)),
-        Row(row_index=2, prompt_token_ids=[5, 6]),
+        Row(row_index=0, prompt="Once", params=SamplingParams(max_tokens=3)),
+        Row(row_index=1, prompt_token_ids=[5, 6]),
     ]
     assert reader.models == ["gpt-x", "other"]
+
+
+def test_an_openai_batch_has_one_url() -> None:
+    """Its output has one shape."""
+    lines = [
+        json.dumps({"url": "/v1/chat/completions", "body": {"messages": user("hi")}}),
+        json.dumps({"url": "/v1/completions", "body": {"prompt": "hi"}}),
+    ]
+    _, fault = RowReader("in").read(line.encode() for line in lines)
+    assert isinstance(fault, Fault)
+    assert (fault.line, fault.field, fault.problem) == (2, "url", "isn't that of line 1, /v1/chat/completions")
+    part = RowReader("in", first_row=256, is_whole=False)
+    assert all(isinstance(row, Row) for row in part.read(line.encode() for line in lines))
 
 
 def test_api_fields_that_change_nothing_are_passed_over() -> None:

@@ -41,6 +41,7 @@ class EchoConfig(msgspec.Struct, frozen=True):
         max_running: requests that get a token in each step; others wait.
         step_s: how long a step takes at least.
         log: file that gets a line `<monotonic seconds> <prompt ids with commas>` for each request that begins.
+        steps: file that gets a line `<monotonic seconds> <requests that run>` for each step.
         poison: a prompt that begins with this token kills the rank at its first step; -1: none does.
         hang: one that begins with this token makes the rank hang.
     """
@@ -49,6 +50,7 @@ class EchoConfig(msgspec.Struct, frozen=True):
     max_running: int = 256
     step_s: float = 0.0
     log: str = ""
+    steps: str = ""
     poison: int = -1
     hang: int = -1
 
@@ -60,6 +62,7 @@ class EchoEngine:
         self._config = config
         self._link = link
         self._log = os.open(config.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if config.log else -1
+        self._steps = os.open(config.steps, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if config.steps else -1
         self._waiting: dict[int, NewRequest] = {}
         self._uids = np.full(config.max_running, -1, dtype=np.int64)
         self._lengths = np.zeros(config.max_running, dtype=np.int64)
@@ -103,6 +106,8 @@ class EchoEngine:
         places = np.flatnonzero(self._uids >= 0)
         if not len(places):
             return
+        if self._steps >= 0:
+            os.write(self._steps, f"{time.monotonic():.6f} {len(places)}\n".encode())
         tokens = self._answers[places, self._positions[places]]
         self._positions[places] += 1
         has_ended = self._positions[places] >= self._lengths[places]

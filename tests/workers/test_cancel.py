@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from minisgl_workers.embedded_redis import EmbeddedRedis
 from minisgl_workers.work import ChunkWork
 from tests.jobs.helpers import expire, taken, wait_for
 from tests.workers.delivering import Group, group
+from tests.workers.echo_group import MODEL as ECHO
+from tests.workers.echo_group import start_echo_group
+from tests.workers.echo_rank import EchoConfig
 
 MODEL = "some/model"
 
@@ -98,6 +102,23 @@ def test_a_reader_sees_a_cancel_at_once_though_no_worker_hears_of_it(
     running.give_up(work)
     running.end_jobs()
     assert list(events)[-1] == JobChanged(JobState.CANCELED)
+
+
+def test_rows_of_a_canceled_job_stop_within_two_engine_steps(
+    api: Client, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    steps = tmp_path / "steps"
+    engine = EchoConfig(step_s=0.1, steps=str(steps))
+    with start_echo_group(redis_server.url, engine=engine) as processes:
+        processes.wait_for("serving", 60)
+        job = api.submit(["a", "b", "c"], model=ECHO, output=tmp_path / "out", max_tokens=1500)
+        wait_for("some steps", lambda: steps.exists() and len(steps.read_text().splitlines()) > 3, 30)
+        called = time.monotonic()
+        job.cancel()
+        assert job.wait(30).state is JobState.CANCELED
+        # The engine has nothing else to do; were it still at work, there would be a step every 0.1 s.
+        taken = [float(line.split()[0]) for line in steps.read_text().splitlines()]
+        assert sum(at > called for at in taken) <= 2
 
 
 def test_a_complete_chunk_of_a_canceled_job_is_committed(api: Client, running: Group, tmp_path: Path) -> None:

@@ -366,3 +366,25 @@ def test_a_slow_disk_bounds_what_waits_in_memory(
     run_all(worker)
     assert len(worker.ran) == 40
     worker.delivery.hand_back()
+
+
+def test_a_canceled_job_does_not_wait_for_chunks_that_can_not_be_written(
+    api: Client, client: redis.Redis, tmp_path: Path
+) -> None:
+    job = api.submit(["a", "b"], model=MODEL, output=tmp_path / "out", chunk_rows=2)
+    with group(client, MODEL) as worker:
+        work = worker.take()
+        worker.run(work)
+        (tmp_path / "out").rename(tmp_path / "away")
+        (tmp_path / "out").touch()
+        wait_for("the refusal", lambda: worker.tick() or worker.delivery.trouble)
+        assert "out/.part-0-000000" in worker.delivery.trouble
+        wait_for("heartbeat", lambda: worker.tick() or api.workers())
+        job.cancel()
+        worker.give_up(work)
+        assert worker.delivery.trouble == ""
+        assert job.status().state is JobState.FINALISING
+        (tmp_path / "out").unlink()
+        (tmp_path / "away").rename(tmp_path / "out")
+        worker.end_jobs()
+    assert read_dataset(tmp_path / "out")["row_index"].to_pylist() == [0, 1]

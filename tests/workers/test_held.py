@@ -183,6 +183,30 @@ def test_a_held_job_whose_start_nobody_told_is_found(
     run_job(running, rq_client)
 
 
+def test_a_look_at_a_held_job_leaves_its_task_where_it_waits(
+    api: Client, client: redis.Redis, running: Group, rq_client: redis.Redis, tmp_path: Path
+) -> None:
+    first = api.submit(["a"], model=MODEL, output=tmp_path / "1")
+    at = datetime.now() + FAR
+    jobs = [
+        api.submit(["b"], model=MODEL, output=tmp_path / "2", after=first.id),
+        api.submit(["c"], model=MODEL, output=tmp_path / "3", after=first.id, start_at=at),
+    ]
+    held = running.queue.keys.part("held")
+    for _ in range(2):
+        client.zadd(held, {job.id: 1 for job in jobs}, xx=True)
+        running.tick()
+        assert sorted(deferred(rq_client)) == sorted(start_id(job.id) for job in jobs)
+        assert all(score > time.time() * 1000 for _, score in client.zrange(held, 0, -1, withscores=True))
+        assert len(task_queue(rq_client, running.outbox.queue)) == 0
+    run_job(running, rq_client)
+    assert [job.status().is_held for job in jobs] == [False, True]
+    assert deferred(rq_client) == [start_id(jobs[1].id)]
+    assert client.zscore(held, jobs[1].id) == pytest.approx(at.timestamp() * 1000, abs=2)
+    jobs[1].cancel()
+    run_job(running, rq_client)
+
+
 def test_a_held_job_that_a_torn_write_took_out_of_its_list_is_found(
     api: Client, client: redis.Redis, running: Group, tmp_path: Path
 ) -> None:

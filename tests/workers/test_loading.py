@@ -17,10 +17,10 @@ import pytest
 import redis
 
 from minisgl_batch.client import Client, JobHandle
-from minisgl_jobs.chunks import ChunkReference, encode_reference
+from minisgl_jobs.chunks import ChunkReference, encode_chunk, encode_reference
 from minisgl_jobs.dataset import read_manifest
 from minisgl_jobs.leases import Lease
-from minisgl_jobs.model import InputReference, JobSpec, JobState
+from minisgl_jobs.model import InputReference, JobSpec, JobState, Row
 from minisgl_jobs.places import place
 from minisgl_jobs.roots import AllowedRoots
 from minisgl_workers import loading
@@ -186,7 +186,25 @@ def test_pauses_grow_and_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert lengths == [5, 10, 20, 40, 60, 60]
 
 
+def test_a_slow_store_holds_no_other_job_back(tmp_path: Path) -> None:
+    pipe = tmp_path / "none"
+    os.mkfifo(pipe)  # which can't be opened until somebody writes
+    loader = ChunkLoader()
+    loader.start(_lease(tmp_path))
+    spec = JobSpec("quick", MODEL, 1, 1, str(tmp_path))
+    quick = Lease(spec, 0, "q", 0, 1, encode_chunk([Row(row_index=0, prompt="a")]), {})
+    loader.start(quick)
+    (work,) = wait_for("the quick one", lambda: loader.loaded()[0])
+    assert work.job_id == "quick"
+    assert [lease.spec.job_id for lease in loader.leases] == ["j"]
+    pipe.write_text('{"prompt": "b"}\n')
+    (work,) = wait_for("the slow one", lambda: loader.loaded()[0])
+    assert work.job_id == "j"
+    loader.close()
+
+
 def _lease(tmp_path: Path) -> Lease:
+    """A chunk whose row is in a file `none`."""
     spec = JobSpec("j", MODEL, 1, 1, str(tmp_path), reference=InputReference(str(tmp_path / "none")))
     payload = encode_reference(ChunkReference(("",), 0, 0, b""))
     return Lease(spec, 0, "t", 0, 1, payload, {})

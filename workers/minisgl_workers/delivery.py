@@ -49,6 +49,7 @@ class Delivery:
         works: chunks that are not committed, oldest first.
         stopped: chunks whose rows the caller must stop; it empties the list.
         spooled: (chunk, key) of results that are safe in Redis now; the caller empties the list.
+        trouble: why complete chunks wait and no more are taken; "" when all is well.
     """
 
     def __init__(
@@ -85,6 +86,10 @@ class Delivery:
         self._is_away = False
         self._is_full = False
         self._take_token = secrets.token_hex(16)
+
+    @property
+    def trouble(self) -> str:
+        return self._writer.trouble
 
     def tick(self, info: WorkerInfo, *, take: bool) -> None:
         """Do all duties that are due; without `take` no chunk is taken."""
@@ -192,8 +197,11 @@ class Delivery:
             self._give_up(work)
 
     def _give_up(self, work: ChunkWork) -> None:
-        """Stop a canceled job's rows; those that are finished stay. A complete chunk is committed as any other."""
-        if work.is_complete:
+        """Stop a canceled job's rows; those that are finished stay.
+
+        A complete chunk is committed as any other, unless it can't be written: the job's end is not to wait for that.
+        """
+        if work.is_complete and not self._writer.is_refused(work):
             return
         try:
             self._spool_work(work)

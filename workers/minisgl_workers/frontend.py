@@ -148,13 +148,15 @@ class Frontend:
 
     def _describe(self) -> WorkerInfo:
         self._rate.update(self._stats.output_tokens)
+        num_running = min(self._stats.num_running, len(self._running))  # the last step's may have finished
         return msgspec.structs.replace(
             self._info,
             tokens_per_s=self._rate.per_s,
-            num_running=self._stats.num_running,
-            num_waiting=self._stats.num_waiting,
+            num_running=num_running,
+            num_waiting=len(self._running) - num_running,
             prompt_tokens=self._stats.prompt_tokens,
             cached_tokens=self._stats.cached_tokens,
+            trouble=self._delivery.trouble,
         )
 
     # ------------------------------------------------------ towards the engine

@@ -1,7 +1,8 @@
 """Chunks between their lease and their first row: the rows are read, which may take a while where they aren't at hand.
 
-Reading goes on in a thread of its own, in the order of the leases. A chunk that can't be read here is given back, and
-its job left to other workers for a while. Knows nothing of engines. Called by `delivery`.
+Reading goes on in two threads: a slow store doesn't hold back the chunks that bring their rows along. A chunk that
+can't be read here is given back, and its job left to other workers for a while. Knows nothing of engines. Called by
+`delivery`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,28 @@ class _Pause:
     length_s: float
 
 
+class _Reader:
+    """A thread, and what it reads with."""
+
+    def __init__(self, roots: AllowedRoots) -> None:
+        self._roots = roots
+        self._chunks = ChunkReader(roots)
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="input")
+
+    def load(self, lease: Lease) -> ChunkWork:
+        """In the thread: a chunk with its rows, and with those results that are on disk already."""
+        folder = output_place(lease.spec.output)
+        self._roots.check_writing(folder)
+        work = ChunkWork(lease, self._chunks.read(lease.spec, lease.chunk, lease.payload))
+        if lease.epoch > 0:
+            work.keep(results_to_keep(folder, lease.chunk, work.input_sha256))
+        return work
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
+        self._chunks.close()
+
+
 class ChunkLoader:
     """The chunks that are being read. For one thread, beside its own."""
 
@@ -39,9 +62,8 @@ class ChunkLoader:
         Args:
             roots: what inputs and outputs may be used; by default all.
         """
-        self._roots = roots or AllowedRoots()
-        self._reader = ChunkReader(self._roots)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="input")
+        roots = roots or AllowedRoots()
+        self._readers = {is_here: _Reader(roots) for is_here in (True, False)}  # rows in Redis, rows elsewhere
         self._loading: dict[str, tuple[Lease, Future[ChunkWork]]] = {}  # by token
         self._pauses: dict[str, _Pause] = {}
 
@@ -58,7 +80,8 @@ class ChunkLoader:
 
     def start(self, lease: Lease) -> None:
         """Begin to read a chunk."""
-        self._loading[lease.token] = (lease, self._thread.submit(self._load, lease))
+        reader = self._readers[lease.spec.reference is None]
+        self._loading[lease.token] = (lease, reader.thread.submit(reader.load, lease))
 
     def forget(self, lease: Lease) -> bool:
         """Its rows are not wanted any more; False when they aren't being read."""
@@ -87,17 +110,9 @@ class ChunkLoader:
 
     def close(self) -> None:
         """Read no more."""
-        self._thread.shutdown(cancel_futures=True)
-        self._reader.close()
+        for reader in self._readers.values():
+            reader.close()
         self._loading.clear()
-
-    def _load(self, lease: Lease) -> ChunkWork:
-        folder = output_place(lease.spec.output)
-        self._roots.check_writing(folder)
-        work = ChunkWork(lease, self._reader.read(lease.spec, lease.chunk, lease.payload))
-        if lease.epoch > 0:
-            work.keep(results_to_keep(folder, lease.chunk, work.input_sha256))
-        return work
 
     def _pause(self, lease: Lease, reason: str) -> str:
         job_id = lease.spec.job_id

@@ -27,14 +27,22 @@ class PartWriter:
     """Chunks on their way to disk. For one thread.
 
     A part that can't be written stays, and with it all that come after it, until the first of them can be.
+
+    Attributes:
+        trouble: why the first of those that wait couldn't be written; "" when none waits.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parquet")
         self._writing: dict[ChunkWork, Future[Place]] = {}
         self._refused: list[ChunkWork] = []
+        self._reason = ""
         self._retry_at = 0.0
         self._remind_at = 0.0
+
+    @property
+    def trouble(self) -> str:
+        return self._reason if self._refused else ""
 
     @property
     def is_behind(self) -> bool:
@@ -69,6 +77,10 @@ class PartWriter:
                     self._refused.clear()
         return done
 
+    def is_refused(self, work: ChunkWork) -> bool:
+        """Whether a complete chunk waits for room."""
+        return work in self._refused
+
     def drop(self, work: ChunkWork) -> None:
         """Nobody wants this chunk any more. What is being written comes out of `written` all the same."""
         if work in self._refused:
@@ -82,6 +94,7 @@ class PartWriter:
     def _refuse(self, work: ChunkWork, error: OutputError) -> None:
         now = time.monotonic()
         self._retry_at = now + RETRY_S
+        self._reason = str(error)
         if now >= self._remind_at:
             self._remind_at = now + REMIND_S
             where = f"chunk {work.lease.chunk} of job {work.job_id}"

@@ -7,9 +7,11 @@ import io
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 import redis
 
 from tests.jobs.helpers import wait_for
@@ -81,3 +83,33 @@ def test_a_file_is_there_whole_or_not_at_all(
     assert "part-000001.parquet can't be read" in run_cli("results", job_id, "-o", target, code=1).stderr
     assert os.listdir(target.parent) == ["all.jsonl"]
     assert target.read_text() == "old"
+
+
+def test_links_stay_and_pipes_are_written_to(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a", "b"], "--wait")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_bytes)
+        run_cli("results", job_id, "-o", pipe)
+        assert len(read.result(20).splitlines()) == 2
+    assert pipe.is_fifo()
+    (tmp_path / "link").symlink_to("target")
+    for _ in range(2):  # a link to nothing, and one to a file
+        run_cli("results", job_id, "-o", tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert len((tmp_path / "target").read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize("output", ["", ".", "out"])
+def test_folders_are_no_files(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], output: str, tmp_path: Path
+) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a"], "--wait")
+    before = sorted(os.listdir(tmp_path))
+    assert f"--output: {output!r} is a folder: name a file" in run_cli("results", job_id, "-o", output, code=2).stderr
+    assert sorted(os.listdir(tmp_path)) == before
