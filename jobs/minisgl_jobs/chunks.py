@@ -69,7 +69,7 @@ def encode_chunk(rows: Sequence[Row], kept: pa.Table | None = None) -> bytes:
     packed = _encoder.encode(rows if kept is None else RowsAndColumns(list(rows), encode_table(kept)))
     if len(packed) > MAX_CHUNK_BYTES:
         raise InvalidInputError(
-            f"rows {rows[0].row_index} to {rows[-1].row_index} hold {len(packed) >> 20} MiB together, "
+            f"rows with row_index {rows[0].row_index} to {rows[-1].row_index} hold {len(packed) >> 20} MiB together, "
             f"more than the {MAX_CHUNK_BYTES >> 20} MiB of a chunk: use fewer rows a chunk, or shorten them"
         )
     return zstandard.ZstdCompressor().compress(packed)

@@ -67,7 +67,7 @@ def render_faults(faults: Sequence[Fault], num_faults: int) -> str:
         for line, field, problem, hint in lines
     ]
     if num_faults > len(faults):
-        table.append(f"... and {num_faults - len(faults)} more")
+        table.append(f"... and {num_faults - len(faults):,} more")
     return "\n".join(table)
 
 

@@ -59,6 +59,7 @@ class ReadOptions:
         chat: make each prompt (also a template's) one user message, which the model's chat template renders; without
             it, prompts are completed as they are. Not given: on when there is a template or a system message.
         limit: read the first so many rows.
+        max_faults: how many faults are listed, of all that are counted.
         on_error: "fail" gives a Fault for a row that can't be used, "record" a Row whose `error` says why.
 
     Raises:
@@ -73,6 +74,7 @@ class ReadOptions:
     chat: bool | None = None
     limit: int | None = None
     on_error: Literal["fail", "record"] = "fail"
+    max_faults: int = MAX_SHOWN
 
     def __post_init__(self) -> None:
         if self.template is not None:
@@ -123,21 +125,19 @@ class RowReader:
         file: str,
         options: ReadOptions | None = None,
         *,
-        max_shown: int = MAX_SHOWN,
         first_row: int = 0,
         is_whole: bool = True,
     ) -> None:
         """
         Args:
-            max_shown: faults to remember.
             first_row: the index of the first row that is read.
             is_whole: whether rows are compared with earlier ones; not for a part of an input, which was checked whole.
         """
         self.file = file
         self.num_rows = first_row
-        self.faults = FaultLog(max_shown)
         self.models: list[str] = []
         self._options = options or ReadOptions()
+        self.faults = FaultLog(self._options.max_faults)
         self._template = PromptTemplate(self._options.template) if self._options.template is not None else None
         prompt, messages = self._options.prompt_column, self._options.messages_column
         column = prompt or messages

@@ -1,8 +1,10 @@
 """All-reduce of small tensors in one kernel that reads the other GPUs' memory: CUDA C++, for the GPUs of one host.
 
+Alone, or with the residual addition and RMS norm that follow it.
+
 Faster than NCCL for what a decode step sums, where latency counts: a rank reads what all others have, over NVLink, so
 it is for sizes at which that takes no longer than a barrier. Sums are made in the order of ranks: all ranks get equal
-bits. Its twin is `reference.all_reduce`.
+bits. The twins are `reference.all_reduce`, and `reference.add_rms_norm` of it.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from minisgl_kernels import cuda
 
 SIZES = (2, 4, 8)  # of the groups that are compiled
 _DTYPES = (torch.bfloat16, torch.float16)
-MAX_BLOCKS = 64
+MAX_BLOCKS = 128
 _BLOCK_BYTES = 512 * 16  # what a block's threads load at once
 _HANDLE_BYTES = 64
+_MAX_NORM_SIZE = 8192  # a vector of 8 elements for each thread of a block
 
 
 class OneShotAllReduce:
@@ -89,6 +92,42 @@ class OneShotAllReduce:
         )
         return out
 
+    def takes_rows(self, x: torch.Tensor) -> bool:
+        """Whether `add_rms_norm` can sum such a tensor, (num_tokens, size)."""
+        num_rows, size = x.shape
+        fits = num_rows > 0 and self._block_rows(num_rows) * size * 2 <= self._part_bytes
+        return self.takes(x) and size % 8 == 0 and size <= _MAX_NORM_SIZE and fits
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`add_rms_norm` of the sum over the ranks, which is rounded to x's type first; on the current stream.
+
+        Args:
+            x: (num_tokens, size), what `takes_rows` allows; the same shape and type on all ranks.
+            residual: the same shape and type, contiguous, changed in place.
+            weight: (size,), x's dtype.
+            eps: added to the mean square.
+
+        Returns:
+            The normalised sum, (num_tokens, size).
+        """
+        normed = torch.empty_like(x)
+        self._functions["one_shot_add_rms_norm"](
+            x,
+            residual,
+            weight,
+            normed,
+            self._memory,
+            self._aborted,
+            self._rank,
+            self._block_rows(len(x)),
+            self._part_bytes,
+            eps,
+        )
+        return normed
+
+    def _block_rows(self, num_rows: int) -> int:
+        return -(-num_rows // self._max_blocks)
+
     def abort(self) -> None:
         """Let kernels that wait for a rank that is gone end, with any result."""
         self._aborted.fill_(1)
@@ -103,4 +142,4 @@ class OneShotAllReduce:
 
 @cache
 def _load() -> Any:
-    return import_module("tvm_ffi").load_module(cuda.build_library("one_shot", ("one_shot_all_reduce",)))
+    return import_module("tvm_ffi").load_module(cuda.build_library("one_shot", ("one_shot",)))

@@ -51,7 +51,8 @@ def show_faults(faults: Sequence[Fault], num_faults: int) -> None:
     from minisgl_jobs.faults import COLUMNS, render_faults
 
     if not sys.stderr.isatty():
-        talk(render_faults(faults, num_faults))
+        talk(render_faults(faults, len(faults)))
+        show_num_left_out(faults, num_faults)
         return
     from rich.table import Table
     from rich.text import Text
@@ -63,8 +64,13 @@ def show_faults(faults: Sequence[Fault], num_faults: int) -> None:
     for fault in faults:
         table.add_row(*map(Text, (fault.place or str(fault.line), fault.field or "-", fault.problem, fault.hint)))
     stderr_console().print(table)
-    if num_faults > len(faults):
-        talk(f"... and {num_faults - len(faults):,} more")
+    show_num_left_out(faults, num_faults)
+
+
+def show_num_left_out(shown: Sequence[object], number: int) -> None:
+    """Below a list of faults, how many there are beside those."""
+    if number > len(shown):
+        talk(f"... and {number - len(shown):,} more; --max-faults lists them")
 
 
 def talk_of_warnings() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from minisgl_batch.cli.console import print_fields, print_line, talk
+from minisgl_batch.cli.console import print_fields, print_line, show_num_left_out, talk
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.worker import missing_engine_modules
 from minisgl_batch.errors import RedisUnavailableError, RequestError
@@ -30,8 +30,9 @@ class TokenCounts:
         context: the model's, in tokens.
         prompt_tokens: of each row that can be served, for each of its samples once.
         max_output_tokens: most tokens that these rows may generate, samples included.
-        num_refused, first_refused: rows that the model can't serve, and why the first one.
+        num_refused: rows that the model can't serve.
         num_too_long: those of them that don't fit into the context.
+        refused: the first of them, and why.
     """
 
     context: int
@@ -39,34 +40,55 @@ class TokenCounts:
     max_output_tokens: int = 0
     num_refused: int = 0
     num_too_long: int = 0
-    first_refused: str = ""
+    refused: list[tuple[Row, RequestError]] = field(default_factory=list)
 
-    def refuse(self, row: Row, error: RequestError) -> None:
+    def refuse(self, row: Row, error: RequestError, max_listed: int) -> None:
         self.num_refused += 1
         self.num_too_long += error.error_type == "prompt_too_long"
-        self.first_refused = self.first_refused or f"row {row.row_index}: {error}"
+        if len(self.refused) < max_listed:
+            self.refused.append((row, error))
 
 
-def dry_run(submission: Submission, redis_url: str | None, *, as_json: bool) -> None:
-    """Print what a job would come to; tokens only where the engine is installed."""
+def dry_run(submission: Submission, redis_url: str | None, *, max_faults: int, as_json: bool) -> bool:
+    """Print what a job would come to; tokens only where the engine is installed.
+
+    Args:
+        max_faults: how many rows that the model can't serve are listed.
+
+    Returns:
+        Whether every row can succeed, as far as this shows.
+    """
     spec = submission.spec
     missing = missing_engine_modules()
-    tokens = None if missing else count_tokens(submission)
+    tokens = None if missing else count_tokens(submission, max_faults)
+    all_good = not submission.faults.num_faults and not (tokens and tokens.num_refused)
     rate = _current_rate(redis_url, spec.model) if tokens else 0.0
     if as_json:
         click.echo(json.dumps(_record(submission, tokens, rate)))
-        return
+        return all_good
     print_fields(_fields(submission, tokens, rate))
     if tokens and tokens.prompt_tokens:
         print_line("")
         _print_histogram(tokens.prompt_tokens)
+    if tokens:
+        for row, error in tokens.refused:
+            talk(one_line(f"  {_row_label(row)}: {error}"))
+        show_num_left_out(tokens.refused, tokens.num_refused)
     if missing:
         talk(f"tokens aren't counted without {', '.join(missing)}: pip install 'minisgl-batch[engine]'")
     talk("nothing was queued")
+    return all_good
 
 
-def count_tokens(submission: Submission) -> TokenCounts:
+def _row_label(row: Row) -> str:
+    return row.custom_id or f"row_index {row.row_index}"
+
+
+def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
     """Tokenize all rows as a worker would.
+
+    Args:
+        max_listed: of the rows that can't be served.
 
     Raises:
         ModelError: there is no such model, or it has no usable tokenizer.
@@ -93,7 +115,7 @@ def count_tokens(submission: Submission) -> TokenCounts:
                     row_index=row.row_index,
                 )
             except RequestError as error:
-                counts.refuse(row, error)
+                counts.refuse(row, error, max_listed)
                 continue
             counts.prompt_tokens.append(len(ids))
             counts.max_output_tokens += sum(sampling.max_tokens for sampling in resolved.samples)
@@ -125,7 +147,6 @@ def _fields(submission: Submission, tokens: TokenCounts | None, rate: float) -> 
     if tokens.num_refused:
         what = f"{count(tokens.num_refused, 'row')} can't be served, {tokens.num_too_long:,} of them too long"
         found.append(("refused", f"{what} for the context of {tokens.context:,} tokens"))
-        found.append(("", one_line(tokens.first_refused)))
     if rate:
         time_left = duration(tokens.max_output_tokens / rate)
         found.append(("time", f"at most {time_left} at the {rate:,.0f} tok/s that its workers make now"))
@@ -153,6 +174,10 @@ def _record(submission: Submission, tokens: TokenCounts | None, rate: float) -> 
             "max_output_tokens": tokens.max_output_tokens,
             "num_refused": tokens.num_refused,
             "num_too_long": tokens.num_too_long,
+            "refused": [
+                {"row_index": row.row_index, "error_type": error.error_type, "error_message": str(error)}
+                for row, error in tokens.refused
+            ],
             "max_seconds": tokens.max_output_tokens / rate if rate else None,
         }
     return record

@@ -13,6 +13,7 @@ import click
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig
 from minisgl_batch.errors import MiniSGLError
 from minisgl_batch.sampling_params import SamplingParams
+from minisgl_jobs.faults import MAX_SHOWN
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -20,7 +21,7 @@ _COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _REAL: dict[str, Any] = {"type": float, "metavar": "X"}
 _SAMPLING_FIELDS = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "ignore_eos")
-_READ_FIELDS = ("system", "template", "prompt_column", "messages_column", "chat", "limit", "on_error")
+_READ_FIELDS = ("system", "template", "prompt_column", "messages_column", "chat", "limit", "on_error", "max_faults")
 _SUBMISSION_FIELDS = ("model", "output", "seed", "chunk_rows", "token_ids", "overwrite", "job_id")
 _TRANSPORTS: dict[bool | None, str] = {None: "auto", True: "reference", False: "value"}
 
@@ -142,6 +143,14 @@ input_options = _all(
         default="fail",
         show_default=True,
         help="What rows that can't be used do: refuse the input, or become error rows.",
+    ),
+    click.option(
+        "--max-faults",
+        type=click.IntRange(min=0),
+        metavar="N",
+        default=MAX_SHOWN,
+        show_default=True,
+        help="List so many rows that can't be used.",
     ),
     click.option(
         "--chunk-rows",

@@ -76,8 +76,8 @@ def submit(
     with prepare(source, priority=priority, **prepare_options(options)) as submission:
         tell_of_input(submission)
         if is_dry_run:
-            dry_run(submission, redis_url, as_json=as_json)
-            return
+            all_good = dry_run(submission, redis_url, max_faults=options["max_faults"], as_json=as_json)
+            ctx.exit(0 if all_good else 1)
         with open_client(redis_url) as client:
             job = client.submit_prepared(submission, after=after, start_at=start_at)
             status = job.status()

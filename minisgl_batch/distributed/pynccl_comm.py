@@ -17,6 +17,7 @@ from minisgl_batch.distributed.group import Communicator
 from minisgl_batch.distributed.place import RankPlace
 from minisgl_batch.distributed.torch_comm import TorchCommunicator
 from minisgl_kernels import pynccl
+from minisgl_kernels.add_rms_norm import add_rms_norm
 from minisgl_kernels.one_shot import SIZES, OneShotAllReduce
 
 T = TypeVar("T")
@@ -71,6 +72,11 @@ class PyNcclCommunicator:
         x = x.contiguous()
         self.nccl.all_reduce(x, x)
         return x
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.device.type != "cpu" and self.one_shot is not None and self.one_shot.takes_rows(x):
+            return self.one_shot.add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)[0]
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cpu":

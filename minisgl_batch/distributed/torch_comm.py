@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from minisgl_batch.distributed.place import RankPlace
 from minisgl_batch.distributed.rendezvous import own_address
 from minisgl_batch.errors import RankLostError
+from minisgl_kernels.add_rms_norm import add_rms_norm
 
 
 class TorchCommunicator:
@@ -40,6 +41,10 @@ class TorchCommunicator:
         with lost_ranks():
             self._group(x).allreduce([x]).wait()
         return x
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """The norm of the sum over the ranks and the stream."""
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)[0]
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x`, stacked: (size, *x.shape)."""

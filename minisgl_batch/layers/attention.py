@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
             keep: (num_kept,) tokens whose result is wanted; None: all.
 
         Returns:
-            (num_tokens or num_kept, hidden_size).
+            This rank's share of (num_tokens or num_kept, hidden_size).
         """
         norms, eps = None, 0.0
         if self.q_norm is not None and self.k_norm is not None:

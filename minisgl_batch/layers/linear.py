@@ -1,7 +1,7 @@
 """Linear layers, split over the ranks of a tensor-parallel group.
 
-Column-parallel layers split their output and need no communication; the row-parallel one splits its input and sums
-over the ranks. Weights stay (out, in) as in checkpoints. Used by attention and the models.
+Column-parallel layers split their output; the row-parallel one splits its input, and its outputs are to be summed over
+the ranks. Weights stay (out, in) as in checkpoints. Used by attention and the models.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ class LinearQKVMerged(_LinearMerged):
 
 
 class LinearRowParallel(_Linear):
-    """A layer that gets its input split over the ranks and gives every rank the whole output.
+    """A layer that gets its input split over the ranks and gives each a share of the output: the output is their sum.
+
+    The shares are summed by the norm that follows (see `RMSNorm`).
 
     Raises:
         InvalidParameterError: the input's width doesn't divide by the group's size.
@@ -157,13 +159,13 @@ class LinearRowParallel(_Linear):
         self._in_features = in_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(num_tokens, in_features / tp) -> (num_tokens, out_features).
+        """(num_tokens, in_features / tp) -> this rank's share of (num_tokens, out_features).
 
-        The result of one such layer may be gone once another one is called.
+        It may be gone once another such layer is called.
         """
         bias = self.bias if self._tp.rank == 0 else None  # the sum over the ranks must hold it once
         out = None if self.bias is not None else self._tp.buffer((x.shape[0], self.weight.shape[0]), x.dtype)
-        return self._tp.all_reduce(linear(x, self.weight, bias, out))
+        return linear(x, self.weight, bias, out)
 
     def parts(self) -> Iterator[Part]:
         out_features, share = self.weight.shape

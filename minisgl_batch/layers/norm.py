@@ -1,4 +1,4 @@
-"""Root mean square norm of the residual stream, and the addition before it. Used by attention and the models."""
+"""Root mean square norm of the residual stream, and the additions before it. Used by attention and the models."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.layers.base import Layer, Part, new_parameter
 from minisgl_kernels.add_rms_norm import add_rms_norm
 
@@ -17,8 +18,12 @@ class RMSNorm(Layer):
         eps: added to the mean square.
     """
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    def __init__(
+        self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | None = None, tp: TPGroup = SINGLE
+    ) -> None:
+        """`tp`: the ranks whose shares of the last block's output are summed first."""
         super().__init__()
+        self._tp = tp
         self.weight = new_parameter((size,), dtype, device)
         self.eps = eps
 
@@ -26,13 +31,16 @@ class RMSNorm(Layer):
         """Add, then normalise.
 
         Args:
-            x: (num_tokens, size), the last block's output.
-            residual: same shape, changed in place; None before the first block, where `x` itself starts the stream.
+            x: (num_tokens, size), this rank's share of the last block's output.
+            residual: same shape, changed in place; None before the first block, where `x` itself, as a whole, starts
+                the stream.
 
         Returns:
             The normalised sum, which the next block reads, and the sum.
         """
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        if residual is None or self._tp.comm is None:
+            return add_rms_norm(x, residual, self.weight, self.eps)
+        return self._tp.comm.add_rms_norm(x, residual, self.weight, self.eps), residual
 
     def parts(self) -> Iterator[Part]:
         yield Part("weight", self.weight, tuple(self.weight.shape))

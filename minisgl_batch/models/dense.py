@@ -39,7 +39,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(num_tokens, hidden_size) -> the same shape."""
+        """(num_tokens, hidden_size) -> this rank's share of the same shape."""
         out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
         return out
 
@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, tp=tp)
         self.self_attn = SelfAttention(
             layer=layer,
             hidden_size=config.hidden_size,
@@ -66,7 +66,9 @@ class DecoderLayer(nn.Module):
             dtype=dtype,
             device=device,
         )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, tp=tp
+        )
         self.mlp = MLP(config, tp, dtype, device)
 
     def forward(
@@ -77,9 +79,9 @@ class DecoderLayer(nn.Module):
         ctx: ForwardContext,
         keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last block's output and the stream without it, (num_tokens, hidden_size) both -> the same.
+        """This rank's share of the last block's output and the stream without it -> the same after this layer.
 
-        Of the tokens in `keep` alone, if it is given.
+        (num_tokens, hidden_size) all; of the tokens in `keep` alone, if it is given.
         """
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, rope, ctx, keep)
@@ -114,7 +116,7 @@ class DenseModel(CausalLM):
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, tp, dtype, device) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, tp=tp)
         self.lm_head = LMHead(
             config.vocab_size,
             config.hidden_size,

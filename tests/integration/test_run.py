@@ -63,7 +63,7 @@ def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Pa
         run.finish(code=1)
     assert run.stdout == f"{tmp_path / 'outputs' / 'mine'}\n"
     assert "partial: 1 row ok, 1 failed" in run.stderr
-    assert "failed: row 1: invalid_request: line 2: prompt is empty" in run.stderr
+    assert "failed: row_index 1: invalid_request: line 2: prompt is empty" in run.stderr
     assert "KV cache of" in run.stderr  # the worker's log
     manifest = json.loads((tmp_path / "outputs" / "mine" / "_manifest.json").read_text())
     assert (manifest["model"], manifest["state"]) == ("x", "partial")

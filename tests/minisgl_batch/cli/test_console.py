@@ -85,5 +85,5 @@ def test_faults(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     shown = capsys.readouterr().err
     for text in ("7", "body.messages[0].role", "is [red]", "no JSON", "what to do"):
         assert text in shown
-    assert shown.endswith("... and 38 more\n")
+    assert shown.endswith("... and 38 more; --max-faults lists them\n")
     assert shown.count("many") == 30

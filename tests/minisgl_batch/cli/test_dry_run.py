@@ -27,20 +27,23 @@ def test_tokens_are_those_of_a_worker(
     source = write_rows(tmp_path / "in.jsonl", [*prompts, {"prompt_token_ids": [1, 2, 3], "max_tokens": 2, "n": 3}, ""])
     arguments = ["submit", source, "--model", "demo", "--max-tokens", 5, "--on-error", "record", "--dry-run"]
     lengths = [len(tokenizer.encode_prompt(prompt)) for prompt in prompts[:3]] + [3]
-    record = json.loads(run_cli(*arguments, "--json").stdout)
+    record = json.loads(run_cli(*arguments, "--json", code=1).stdout)
     assert record["prompt_tokens"] == sum(lengths)
     assert record["longest_prompt_tokens"] == max(lengths)
     assert record["max_output_tokens"] == 3 * 5 + 3 * 2
     assert (record["num_rows"], record["num_chunks"], record["num_faults"]) == (6, 1, 1)
     assert (record["num_refused"], record["num_too_long"]) == (1, 1)
     assert record["context"] == tokenizer.max_len
+    (refused,) = record["refused"]
+    assert (refused["row_index"], refused["error_type"]) == (3, "prompt_too_long")
 
-    shown = run_cli(*arguments).stdout
+    result = run_cli(*arguments, code=1)
+    shown = result.stdout
     assert "rows           6 in 1 chunk, " in shown
     assert f"prompt tokens  {sum(lengths):,} ({sum(lengths) / 4:,.0f} a row, {min(lengths)} to {max(lengths)})" in shown
     assert "output tokens  at most 21\n" in shown
     assert "refused        1 row can't be served, 1 of them too long" in shown
-    assert "row 3: the prompt has" in shown
+    assert "row_index 3: the prompt has" in result.stderr
     rows_by_length = {}
     for line in shown.splitlines():
         if line.endswith("#"):
@@ -52,6 +55,16 @@ def test_tokens_are_those_of_a_worker(
 
     assert list(client.scan_iter()) == []
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_every_row_that_can_not_be_served_is_listed(run_cli: RunCli, tmp_path: Path) -> None:
+    rows = [{"prompt_token_ids": [10**6 + i]} for i in range(25)]
+    arguments = ["submit", write_rows(tmp_path / "in.jsonl", rows), "--model", "demo", "--dry-run"]
+    shown = run_cli(*arguments, code=1).stderr
+    assert (shown.count("row_index "), "... and 5 more; --max-faults lists them" in shown) == (20, True)
+    assert run_cli(*arguments, "--max-faults", 25, code=1).stderr.count("row_index ") == 25
+    good = write_rows(tmp_path / "good.jsonl", ["a"])
+    run_cli("submit", good, "--model", "demo", "--dry-run")
 
 
 def test_without_the_engine_rows_are_counted(run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,14 @@ def test_a_table_of_all_kinds_of_faults(run_cli: RunCli, client: redis.Redis, tm
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
+def test_all_faults_can_be_listed(run_cli: RunCli, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [""] * 25)
+    shown = run_cli("submit", source, "--model", MODEL, code=2).stderr
+    assert shown.count("is empty") == 20
+    assert shown.endswith("... and 5 more; --max-faults lists them\n")
+    assert run_cli("submit", source, "--model", MODEL, "--max-faults", 99, code=2).stderr.count("is empty") == 25
+
+
 def test_faults_are_recorded(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
     source = tmp_path / "bad.jsonl"
     source.write_text('{"prompt": "a"}\n{\n{"prompt": "b", "n": 0}\n')
@@ -133,7 +141,7 @@ def test_faults_are_recorded(run_cli: RunCli, client: redis.Redis, tmp_path: Pat
         result = run_cli(*arguments, code=1)
     assert "2 of 3 rows can't be used and become error rows:" in result.stderr
     assert "partial: 1 row ok, 2 failed" in result.stderr
-    assert "failed: row 1: invalid_request: line 2: isn't valid JSON" in result.stderr
+    assert "failed: row_index 1: invalid_request: line 2: isn't valid JSON" in result.stderr
     assert '"a" -> "echo a"' in result.stderr
 
 

@@ -20,7 +20,7 @@ from tests.minisgl_batch.test_llm import MESSAGES, example_messages
 
 pytestmark = pytest.mark.multigpu
 NUM_ROWS = [1, 2, 3, 7, 64, 200, 256, 300, 1000, 4096]
-Answers = list[list[torch.Tensor]]
+Norms = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture(scope="module", params=["pynccl", "torch.distributed"])
@@ -50,6 +50,17 @@ def sums_of_products(tp: TPGroup, x: torch.Tensor, weight: torch.Tensor) -> list
             torch.mm(mine_x[:num_rows], mine_w.t()) if out is None else torch.mm(mine_x[:num_rows], mine_w.t(), out=out)
         )
         results.append(tp.all_reduce(product).cpu())
+    return results
+
+
+def norms(tp: TPGroup, inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Norms:
+    """The norms and residual streams."""
+    assert tp.comm is not None
+    results = []
+    for x, stream, weight in inputs:
+        residual = on_gpu(stream)
+        normed = tp.comm.add_rms_norm(on_gpu(x[tp.rank]), residual, on_gpu(weight), 1e-6)
+        results.append((normed.cpu(), residual.cpu()))
     return results
 
 
@@ -127,6 +138,19 @@ def test_products_are_summed_where_they_are_written(ranks: RankPool) -> None:
         assert torch.equal(a, b)
         want = x[: len(a)].float() @ weight.t().float()
         torch.testing.assert_close(a.float(), want, atol=0.5, rtol=0.02)
+
+
+@pytest.mark.parametrize("size", [5120, 1024, 40, 16384])
+def test_sums_are_added_and_normalised(ranks: RankPool, size: int) -> None:
+    inputs = []
+    for num_rows in (1, 2, 3, 127, 128, 129, 256, 390, 400, 1000):
+        x, stream = torch.randn(2, num_rows, size).bfloat16(), torch.randn(num_rows, size).bfloat16()
+        inputs.append((x, stream, torch.randn(size).bfloat16()))
+    for results in ranks.run(norms, inputs):
+        for (normed, stream), (x, residual, weight) in zip(results, inputs, strict=True):
+            want, want_stream = reference.add_rms_norm(reference.all_reduce(list(x)), residual.clone(), weight, 1e-6)
+            assert torch.equal(stream, want_stream)
+            torch.testing.assert_close(normed, want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 256, 900])

@@ -96,6 +96,9 @@ class Shards:
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         return None
 
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        raise NotImplementedError
+
     def describe(self) -> str:
         return ""
 
