@@ -102,15 +102,10 @@ def _of_folder(folder: Place, *, partial: bool) -> _Results:
 
 def _dataset_folder(source: str) -> Place | None:
     """The dataset that is meant, if it isn't a job."""
-    try:
-        folder = place(source)
-    except UsageError:
-        if url_scheme(source):
-            raise
-        return None
-    if url_scheme(source) or (folder.is_dir() and (dataset_job(folder) or part_names(folder))):
-        return folder
-    return None
+    if url_scheme(source):
+        return place(source)
+    folder = Path(os.path.abspath(source))
+    return folder if os.path.isdir(folder) and (dataset_job(folder) or part_names(folder)) else None
 
 
 @contextmanager
