@@ -12,13 +12,14 @@ from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from minisgl_batch.cli.console import print_fields, print_json, print_line, print_table
+from minisgl_batch.cli.console import print_fields, print_json, print_line, print_table, talk
 from minisgl_batch.cli.options import job_shell_complete, json_option, number_between, redis_option
 from minisgl_batch.cli.report import exit_code
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.watch import table, watch
 from minisgl_batch.client import Progress
 from minisgl_batch.client.show import JOB_COLUMNS, WORKER_COLUMNS, Overview, job_row, worker_row
+from minisgl_batch.errors import OutputError, UsageError
 from minisgl_batch.words import duration, one_line
 from minisgl_jobs.dataset import Manifest, manifest_of
 from minisgl_jobs.model import JobState
@@ -107,9 +108,14 @@ def _show_overview(look: Callable[[], Overview], interval: float | None, as_json
 
 
 def _manifest(progress: Progress) -> Manifest | None:
+    """What the dataset says of itself, where it can be read."""
     if not progress.state.is_final:
         return None
-    return manifest_of(output_place(progress.status.spec.output), progress.status.job_id)
+    try:
+        return manifest_of(output_place(progress.status.spec.output), progress.status.job_id)
+    except (OutputError, UsageError) as error:  # such as a store that this machine has no package for
+        talk(f"warning: {error}")
+        return None
 
 
 def worker_record(worker: WorkerInfo) -> dict[str, Any]:

@@ -63,6 +63,18 @@ def test_a_job_from_waiting_to_finished(
     assert record["finished_at"] >= record["started_at"] >= record["queued_at"] >= record["created_at"]
 
 
+def test_a_job_whose_manifest_can_not_be_read(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a"], "--wait")
+    (tmp_path / "out" / "_manifest.json").write_text("{")
+    result = run_cli("status", job_id)
+    assert fields(result.stdout)["state"] == "finished"
+    assert "_manifest.json can't be read" in result.stderr
+    assert json.loads(run_cli("status", job_id, "--json").stdout)["tokens"] is None
+
+
 def test_the_list_of_jobs(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]) -> None:
     empty = run_cli("jobs")
     assert (empty.stdout, empty.stderr) == ("", "no jobs (finished ones expire after a week)\n")
