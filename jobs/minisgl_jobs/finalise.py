@@ -6,6 +6,7 @@ May run twice, at any time and anywhere: each step finds what is done already. K
 from __future__ import annotations
 
 import logging
+import secrets
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -36,9 +37,6 @@ from minisgl_jobs.spool import decode_result
 
 logger = logging.getLogger(__name__)
 
-LEFT_OVER_TOKEN = "canceled"
-"""Stands for the lease's token in the names of parts that finalise writes itself."""
-
 
 def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | None = None) -> JobState | None:
     """Bring a job whose chunks are all committed, or which was canceled, to its last state.
@@ -66,6 +64,8 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
         if job.is_canceled:
             _write_left_over(outbox, job, folder, roots)
         manifest = _manifest(job, scan_parts(folder))
+        if outbox.load(job_id, epoch) is None:
+            return None  # somebody else was faster: what is in the folder may be a retry's or another job's by now
         finish_dataset(folder, manifest)
         remove_leftovers(folder, epoch)
     except OutputError as error:
@@ -121,8 +121,9 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: A
             num_rows=table.num_rows,
             is_whole=False,
         )
-        write_part(folder, table, info, LEFT_OVER_TOKEN)
-        commit_part(folder, chunk, job.epoch, LEFT_OVER_TOKEN)
+        token = f"finalise-{secrets.token_hex(8)}"  # in place of a lease's; another finalise may be at the same
+        write_part(folder, table, info, token)
+        commit_part(folder, chunk, job.epoch, token)
 
 
 def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int, roots: AllowedRoots) -> tuple[pa.Table | None, str]:

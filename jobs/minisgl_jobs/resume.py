@@ -73,10 +73,12 @@ class Resumption:
     Attributes:
         epoch: for the parts that it will write.
         done: chunk whose part is there -> its rows that have failed.
+        is_complete: whether all parts and `_SUCCESS` are there.
     """
 
     epoch: int
     done: Mapping[int, int]
+    is_complete: bool = False
 
 
 def find_earlier(folder: Place) -> Earlier | None:
@@ -133,7 +135,8 @@ def resume(folder: Place, earlier: Earlier, spec: JobSpec, hashes: Sequence[byte
         for info in parts
         if info.is_whole and info.chunk < len(hashes) and info.input_sha256 == hashes[info.chunk].hex()
     }
-    return Resumption(1 + max([earlier.epoch, *(info.epoch for info in parts)]), done)
+    epoch = 1 + max([earlier.epoch, *(info.epoch for info in parts)])
+    return Resumption(epoch, done, is_complete=earlier.is_complete and len(done) == spec.num_chunks)
 
 
 def _parts(folder: Place) -> list[PartInfo]:

@@ -64,6 +64,10 @@ def run(
         _sigterm_as_interrupt(),
     ):
         tell_of_input(submission)
+        resumption = submission.resumption
+        if resumption is not None and resumption.is_complete and not as_json:  # no worker is needed for that
+            click.echo(submission.spec.output)
+            ctx.exit(1 if any(resumption.done.values()) else 0)
         with open_redis(redis_url, private=True) as url, Client(url) as client:
             job, is_interrupted = _run_job(client, submission, worker_options(options, url), verbose=verbose)
             status = job.status()

@@ -112,7 +112,8 @@ def tell_of_input(submission: Submission) -> None:
     if submission.resumption is not None:
         spec, done = submission.spec, submission.resumption.done
         there = sum(len(spec.chunk_range(chunk)) for chunk in done)
-        talk(f"job {spec.job_id} goes on: {there:,} of {count(spec.num_rows, 'row')} are in {spec.output}")
+        what = "has nothing left to do" if submission.resumption.is_complete else "goes on"
+        talk(f"job {spec.job_id} {what}: {there:,} of {count(spec.num_rows, 'row')} are in {spec.output}")
     faults = submission.faults
     if faults.num_faults:
         talk(f"{faults.num_faults} of {count(submission.spec.num_rows, 'row')} can't be used and become error rows:")

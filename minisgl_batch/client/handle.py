@@ -28,6 +28,7 @@ from minisgl_jobs.tasks import forget_tasks
 from minisgl_jobs.unserved import end_unserved
 
 POLL_S = 0.1
+_RESUME_HINT = "; to go on with it, submit the same input to the same output again"
 
 
 class JobHandle:
@@ -131,7 +132,8 @@ class JobHandle:
         """
         status = self.status()
         if status.state is not JobState.PARTIAL:
-            raise JobStateError(f"job {self.id} can't be retried: it is {status.state.value}, not partial")
+            hint = "" if not status.state.is_final or status.state.is_complete else _RESUME_HINT
+            raise JobStateError(f"job {self.id} can't be retried: it is {status.state.value}, not partial{hint}")
         folder = output_place(status.spec.output)
         if folder.is_dir():
             reopen_dataset(folder, self.id)

@@ -30,6 +30,7 @@ class Attack:
 
     Attributes:
         strikes: what was done, how often.
+        timeline: and when, for whoever looks into a failure.
         num_rounds: how often each group is struck in each of the ways there are.
         num_restarts: of Redis, spread over the job.
         pause_s: between a group that serves and the next strike at it, at most.
@@ -43,6 +44,7 @@ class Attack:
     pause_s: float
     end_s: float
     strikes: Counter[str] = field(default_factory=Counter)
+    timeline: list[str] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _errors: list[BaseException] = field(default_factory=list)
 
@@ -75,7 +77,7 @@ class Attack:
         for _ in range(2):
             with self.world.start_submit() as command:
                 self._over.wait(self.rng.uniform(0.3, 1.5))
-            self.strikes["client"] += 1
+            self._note("client")
         with self.world.start_submit() as command:
             command.finish(timeout_s=120)
 
@@ -104,13 +106,14 @@ class Attack:
                 process.kill()
                 num_times += kind != "tasks"
             kinds.pop()
-            self.strikes[kind] += 1
+            self._note(kind, f"of group {number}")
 
     def _pause(self, number: int) -> None:
         """Stop a whole group for longer than its leases."""
         stopped = self.world.processes(number)
         _signal(stopped, psutil.Process.suspend)
         self._over.wait(self.world.lease_s + 1.0)
+        self.timeline.append(f"{time.monotonic():.3f} go on group {number}")
         _signal(stopped, psutil.Process.resume)
 
     def _strike_readers(self) -> None:
@@ -118,7 +121,7 @@ class Attack:
             with self.world.start_tail() as tail:
                 self._over.wait(self.rng.uniform(1.0, 6.0))
                 tail.kill()
-            self.strikes["subscriber"] += 1
+            self._note("subscriber")
 
     def _strike_redis(self) -> None:
         for restart in range(self.num_restarts):
@@ -129,7 +132,11 @@ class Attack:
             self.world.server.kill()
             self._over.wait(self.rng.uniform(0.2, 1.5))
             self.world.server.start()
-            self.strikes["redis"] += 1
+            self._note("redis")
+
+    def _note(self, kind: str, what: str = "") -> None:
+        self.strikes[kind] += 1
+        self.timeline.append(f"{time.monotonic():.3f} {kind} {what}")
 
     def _guarded(self, strike: Callable[..., None], *args: int) -> None:
         try:
@@ -213,13 +220,13 @@ def judge(world: World, reader: Reader) -> dict[str, Any]:
     }
 
 
-def generated_again(world: World) -> list[int]:
-    """Rows that an engine began after Redis had confirmed their results."""
+def generated_again(world: World) -> list[tuple[int, float, float]]:
+    """Rows that an engine began after Redis had confirmed their results; with when they were finished and begun."""
     finished: dict[int, float] = {}
     for at_s, row in world.read_log(world.finished):
         finished.setdefault(int(row), at_s)
     starts = ((at_s, row_of(list(map(int, ids.split(","))))) for at_s, ids in world.read_log(world.starts))
-    return [row for at_s, row in starts if at_s > finished.get(row, at_s)]
+    return [(row, finished[row], at_s) for at_s, row in starts if at_s > finished.get(row, at_s)]
 
 
 def check(summary: dict[str, Any]) -> None:

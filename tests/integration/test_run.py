@@ -50,6 +50,11 @@ def test_a_file_becomes_a_dataset(start: Start, tmp_path: Path) -> None:
     assert pq.read_table(folder).num_rows == 224
     check = [sys.executable, ROOT / "examples" / "check_answers.py", folder]
     assert subprocess.run(check, capture_output=True, text=True, check=True).stdout.splitlines()[-1].startswith("all")
+    with start("run", EXAMPLES, "--model", "demo", "--output", "answers") as again:
+        again.finish()
+    assert again.stdout == f"{folder}\n"
+    assert "has nothing left to do: 224 of 224 rows are in" in again.stderr
+    assert "starting a worker" not in again.stderr
 
 
 def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Path) -> None:
@@ -77,7 +82,7 @@ def test_an_interrupt_keeps_what_is_finished(start: Start, tmp_path: Path) -> No
         run.signal(signal.SIGINT)
         run.finish(code=130)
     assert "canceling, finished rows are kept" in run.stderr
-    assert "start it again to go on" in run.stderr
+    assert "start it again to go on with the other rows" in run.stderr
     manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
     assert manifest["state"] == "canceled"
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -113,6 +118,21 @@ def test_nothing_survives_a_kill(start: Start, home: Path) -> None:
         assert len(left_behind(home)) > 5
         run.signal(signal.SIGKILL)
         run.finish(code=-signal.SIGKILL)
+
+
+def test_a_run_that_was_killed_goes_on_when_it_is_started_again(start: Start, tmp_path: Path) -> None:
+    """Its Redis is gone with it."""
+    run = ("run", EXAMPLES, "--model", "demo", "--output", "out", "--chunk-rows", 16)
+    with start(*run) as killed:
+        wait_for("the first parts", lambda: len(list((tmp_path / "out").glob("part-*"))) > 1, 60)
+        killed.signal(signal.SIGKILL)
+        killed.finish(code=-signal.SIGKILL)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*")}
+    with start(*run) as again:
+        again.finish()
+    assert f"goes on: {16 * len(before)} of 224 rows are in" in again.stderr
+    assert pq.read_table(tmp_path / "out")["row_index"].to_pylist() == list(range(224))
+    assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def test_a_worker_that_can_not_start(start: Start, tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import pytest
 import redis
 
 from minisgl_batch.errors import JobNotFoundError, OutputError
-from minisgl_jobs.dataset import MANIFEST, SUCCESS, read_dataset, read_manifest
+from minisgl_jobs.dataset import MANIFEST, OWNER, SUCCESS, claim_output, clear_dataset, read_dataset, read_manifest
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.leases import ChunkQueue, Lease
 from minisgl_jobs.model import JobSpec, JobState, RowError, RowResult
 from minisgl_jobs.outbox import Outbox
-from minisgl_jobs.parts import PartInfo, commit_part, part_name, part_names, write_part
+from minisgl_jobs.parts import Part, PartInfo, commit_part, part_name, part_names, scan_parts, write_part
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.results import results_to_table
 from minisgl_jobs.spool import encode_result
@@ -106,6 +106,24 @@ def test_finalise_may_be_repeated(writer: Writer) -> None:
     before = (writer.folder / MANIFEST).read_bytes()
     assert finalise(writer.outbox, writer.spec.job_id, 0) is None
     assert (writer.folder / MANIFEST).read_bytes() == before
+
+
+def test_a_finalise_that_was_overtaken_leaves_the_folder_alone(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pauses, and meanwhile the job has ended, and another one has the folder."""
+    writer.run()
+
+    def overtaken(folder: Path) -> list[Part]:
+        found = scan_parts(folder)
+        with monkeypatch.context() as patch:
+            patch.setattr("minisgl_jobs.finalise.scan_parts", scan_parts)
+            assert finalise(writer.outbox, writer.spec.job_id, 0) is JobState.FINISHED
+        clear_dataset(folder)
+        claim_output(folder, "another")
+        return found
+
+    monkeypatch.setattr("minisgl_jobs.finalise.scan_parts", overtaken)
+    assert finalise(writer.outbox, writer.spec.job_id, 0) is None
+    assert [path.name for path in writer.folder.iterdir()] == [OWNER]
 
 
 def test_finalise_that_died_before_its_last_step_is_repeated(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@
 local job, follower = ARGV[1], ARGV[2]
 
 local state = redis.call('HGET', job_key(job), 'state')
-if state and not is_final[state] then
+local is_noted = redis.call('SISMEMBER', job_key(job, 'followers'), follower) == 1 -- a full Redis lets us ask
+if state and not is_final[state] and not is_noted then
   redis.call('SADD', job_key(job, 'followers'), follower)
   local ttl_ms = redis.call('PTTL', job_key(job))
   if ttl_ms > 0 then -- it is being submitted
