@@ -142,16 +142,20 @@ def status_record(found: JobStatus) -> dict[str, Any]:
 
 
 def progress_record(progress: Progress, manifest: Manifest | None) -> dict[str, Any]:
-    """The same with what only a closer look tells."""
-    tokens = None
+    """The same with what only a closer look tells; rate and share of a job that has ended are those of all of it."""
+    tokens, rate, share = None, progress.tokens_per_s, progress.cached_share
     if manifest is not None:
         names = ("prompt_tokens", "cached_tokens", "completion_tokens")
         tokens = {name: getattr(manifest, name) for name in names}
+        found = progress.status
+        if found.started_at and found.finished_at and not found.epoch:
+            rate = manifest.completion_tokens / max(found.finished_at - found.started_at, 1e-3)
+        share = manifest.cached_tokens / manifest.prompt_tokens if manifest.prompt_tokens else None
     return {
         **status_record(progress.status),
         "rows_done": progress.rows_done,
-        "tokens_per_s": progress.tokens_per_s,
-        "cached_share": progress.cached_share,
+        "tokens_per_s": rate,
+        "cached_share": share,
         "eta_s": progress.eta_s,
         "trouble": progress.trouble or None,
         "tokens": tokens,
