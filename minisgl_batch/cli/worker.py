@@ -10,6 +10,7 @@ import click
 from minisgl_batch.child_process import setup_logging
 from minisgl_batch.cli.console import print_json, talk
 from minisgl_batch.cli.options import engine_config, engine_options, json_option, model_option, redis_option
+from minisgl_batch.cli.sections import Number, SectionedCommand, WholeNumber
 from minisgl_batch.cli.service import open_redis
 from minisgl_batch.errors import UsageError
 from minisgl_jobs.connection import safe_url
@@ -27,14 +28,14 @@ class Root(click.types.StringParamType):
     envvar_list_splitter = SEPARATOR
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @model_option
 @redis_option
 @engine_options
-@click.option("--lease-s", type=click.FloatRange(min=0.5), default=LEASE_S, show_default=True, hidden=True)
+@click.option("--lease-s", type=Number(min=0.5), default=LEASE_S, show_default=True, hidden=True)
 @click.option(
     "--drain-s",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=DRAIN_S,
     show_default=True,
     help="How long running rows may go on after the first Ctrl-C or SIGTERM, in seconds.",
@@ -48,11 +49,11 @@ class Root(click.types.StringParamType):
     help="Read and write only under this folder or URL, such as s3://bucket/prefix; may be repeated.  "
     f"[env: {VARIABLE}, with ; between several]",
 )
-@click.option("--hang-s", type=click.FloatRange(min=1), default=HANG_S, show_default=True, hidden=True)
+@click.option("--hang-s", type=Number(min=1), default=HANG_S, show_default=True, hidden=True)
 @click.option(
     "--groups",
     "num_groups",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     default=1,
     show_default=True,
