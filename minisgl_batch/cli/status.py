@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from minisgl_batch.cli.console import print_fields, print_json, print_line, print_table, talk
+from minisgl_batch.cli.console import print_fields, print_json, print_line, talk
 from minisgl_batch.cli.options import job_shell_complete, json_option, redis_option
 from minisgl_batch.cli.report import exit_code
 from minisgl_batch.cli.sections import Number, WholeNumber
@@ -89,13 +89,7 @@ def _show_overview(look: Callable[[], Overview], interval: float | None, as_json
             jobs = [progress_record(job, None) for job in seen.jobs]
             print_json({"jobs": jobs, "workers": [worker_record(worker) for worker in seen.workers]})
             return
-        if seen.jobs:
-            print_table(JOB_COLUMNS, [job_row(job) for job in seen.jobs])
-            print_line("")
-        if seen.workers:
-            print_table(WORKER_COLUMNS, [worker_row(worker) for worker in seen.workers])
-            print_line("")
-        print_line(seen.summary)
+        print_line(str(seen))
 
     def draw(seen: Overview) -> RenderableType:
         jobs = table(JOB_COLUMNS, map(job_row, seen.jobs))
