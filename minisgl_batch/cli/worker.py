@@ -50,7 +50,13 @@ class Root(click.types.StringParamType):
     help="Read and write only under this folder or URL, such as s3://bucket/prefix; may be repeated.  "
     f"[env: {VARIABLE}, with ; between several]",
 )
-@click.option("--hang-s", type=Number(min=1), default=HANG_S, show_default=True, hidden=True)
+@click.option(
+    "--hang-s",
+    type=Number(min=1),
+    default=HANG_S,
+    show_default=True,
+    help="A process that has work and makes no progress for so many seconds hangs: the group is started again.",
+)
 @click.option(
     "--groups",
     "num_groups",
