@@ -30,6 +30,7 @@ from minisgl_batch.messages import (
     RequestsRefused,
     StepOutput,
 )
+from minisgl_batch.prompts import Prompts, as_chats, as_prompts
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
 from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
@@ -42,7 +43,6 @@ from minisgl_batch.tokenizer import (
     resolve_request,
 )
 
-Prompts: TypeAlias = PromptInput | Sequence[PromptInput]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
 
@@ -70,7 +70,7 @@ class RequestOutput:
     """All samples of a prompt.
 
     Attributes:
-        prompt: as it was given.
+        prompt: the text, token ids or messages.
         prompt_token_ids: what the model read.
         outputs: one for each of the prompt's `n` samples.
         num_cached_tokens: prompt tokens that the prefix cache had (of the first sample).
@@ -169,35 +169,43 @@ class LLM:
         self._num_prompts = 0
         self._next_uid = 0
 
-    def generate(self, prompts: Prompts, params: Params = None, *, progress: bool = True) -> list[RequestOutput]:
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer."""
+        return self.tokenizer.hf_tokenizer
+
+    def generate(
+        self, prompts: Prompts, sampling_params: Params = None, *, progress: bool = True
+    ) -> list[RequestOutput]:
         """Generate for all prompts and return when all are done, in their order.
 
         Args:
-            prompts: one prompt or many; each is a text, a list of token ids, or a list of chat messages.
-            params: for all prompts, or one for each; fields that aren't given come from the model's generation config.
+            prompts: one prompt or many; each is a text, a list of token ids, a list of chat messages, {"prompt": text}
+                or {"prompt_token_ids": ids}.
+            sampling_params: for all prompts, or one for each; fields that aren't given come from the model's generation
+                config.
             progress: show a progress bar on standard error.
 
         Raises:
             RequestError: a prompt can't be served, such as one longer than the context; names it. Nothing has run.
         """
-        work = self._prepare(prompts, params)
-        with _progress_bar(len(work.requests), shown=progress) as bar:
-            for events in self._run(work):
-                for sample in events.finished:
-                    work.collect(sample)
-                    bar.count(sample)
-        return work.outputs()
+        return self._generate(as_prompts(prompts), sampling_params, progress)
 
-    def chat(self, messages: Sequence[Any], params: Params = None, *, progress: bool = True) -> list[RequestOutput]:
-        """`generate` for one chat or a list of chats."""
-        return self.generate(messages, params, progress=progress)
+    def chat(
+        self, messages: Sequence[Any], sampling_params: Params = None, *, progress: bool = True
+    ) -> list[RequestOutput]:
+        """`generate` for one chat, which is a list of messages, or a list of chats.
 
-    def stream(self, prompts: Prompts, params: Params = None) -> Iterator[StreamEvent]:
+        Raises:
+            UsageError: it is something else. RequestError: as `generate`.
+        """
+        return self._generate(as_chats(messages), sampling_params, progress)
+
+    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamEvent]:
         """Generate for all prompts, and yield text as it comes. A caller who leaves early ends what still runs.
 
         Arguments and errors as `generate`.
         """
-        work = self._prepare(prompts, params)
+        work = self._prepare(as_prompts(prompts), sampling_params)
         for events in self._run(work, watch=True):
             finished = {sample.uid: work.collect(sample) for sample in events.finished}
             for delta in events.deltas:
@@ -221,11 +229,19 @@ class LLM:
 
     # ------------------------------------------------------------- internals
 
-    def _prepare(self, prompts: Prompts, params: Params) -> _Work:
-        inputs = _as_list(prompts)
+    def _generate(self, inputs: list[PromptInput], params: Params, progress: bool) -> list[RequestOutput]:
+        work = self._prepare(inputs, params)
+        with _progress_bar(len(work.requests), shown=progress) as bar:
+            for events in self._run(work):
+                for sample in events.finished:
+                    work.collect(sample)
+                    bar.count(sample)
+        return work.outputs()
+
+    def _prepare(self, inputs: list[PromptInput], params: Params) -> _Work:
         layers = [params or SamplingParams()] * len(inputs) if not isinstance(params, Sequence) else list(params)
         if len(layers) != len(inputs):
-            raise UsageError(f"params: {len(layers)} were given for {len(inputs)} prompts")
+            raise UsageError(f"sampling_params: {len(layers)} were given for {len(inputs)} prompts")
         work = _Work(inputs)
         encoded = self.tokenizer.encode_inputs(inputs)
         for index, (ids, layer) in enumerate(zip(encoded, layers, strict=True)):
@@ -324,13 +340,6 @@ class _Work:
 
 def _completion(index: int, sample: SampleOutput) -> CompletionOutput:
     return CompletionOutput(index, sample.text, sample.token_ids, sample.finish_reason, sample.stop_reason)
-
-
-def _as_list(prompts: Prompts) -> list[PromptInput]:
-    """One prompt as a list of one: a text, token ids, or messages are a prompt; other sequences are many."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | dict)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 class _progress_bar:  # noqa: N801  # a context manager that reads as a function

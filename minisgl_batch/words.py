@@ -6,6 +6,7 @@ Knows nothing of jobs or terminals. Called by everything that shows something.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, lone surrogates, line separators and direction overrides."""
@@ -20,6 +21,13 @@ def one_line(text: str, max_chars: int | None = None) -> str:
 def harmless(text: str) -> str:
     """The same with lines and tabs as they are."""
     return UNSAFE.sub(lambda match: match[0] if match[0] in "\n\t" else one_line(match[0]), text)
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a plain table, the first with the columns' names; cells are never cut."""
+    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
+    lines = [columns, *rows]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def duration(seconds: float) -> str:

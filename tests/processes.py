@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -39,10 +40,16 @@ class Command:
         module: str = "minisgl_batch.cli.main",
         cwd: Path | None = None,
         terminal: bool = False,
+        prefix: Sequence[str] = (),
         **variables: str,
     ) -> None:
-        """Start it, in a session of its own as in a terminal of its own; `variables` go to its environment."""
-        command = [sys.executable, "-m", module, *map(str, args)]
+        """Start it, in a session of its own as in a terminal of its own.
+
+        Args:
+            prefix: a command that it is the arguments of.
+            variables: go to its environment.
+        """
+        command = [*prefix, sys.executable, "-m", module, *map(str, args)]
         out, out_writer = pty.openpty() if terminal else os.pipe()
         err, err_writer = (None, out_writer) if terminal else os.pipe()
         env = environment(**variables)

@@ -60,6 +60,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         num_ok, num_errors: rows by outcome.
         prompt_tokens, cached_tokens, completion_tokens: of all results; cached ones are among the prompts'.
         finished_at: when the last part was there.
+        chat: as in `JobSpec`.
         rows_sha256, token_ids, kept: as in `JobSpec`; a job that goes on with this dataset must have the same.
         engine: what ran: sha256 of weights and tokenizer, chat template, dtype, attention backend, page size, tp.
         parts: in chunk order.
@@ -86,6 +87,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     submitted_at: datetime
     finished_at: datetime
     chunk_rows: int
+    chat: bool = False
     rows_sha256: str = ""
     token_ids: bool = False
     kept: bytes = b""
@@ -130,6 +132,7 @@ def make_manifest(
         submitted_at=datetime.fromtimestamp(spec.submitted_at, timezone.utc),
         finished_at=datetime.now(timezone.utc),
         chunk_rows=spec.chunk_rows,
+        chat=spec.chat,
         rows_sha256=spec.rows_sha256,
         token_ids=spec.token_ids,
         kept=spec.kept,

@@ -61,6 +61,7 @@ class TokenReader:
         *,
         rows: Collection[int] | None = None,
         outage_s: float = OUTAGE_S,
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -69,12 +70,14 @@ class TokenReader:
             fetch_rows: where finished rows are found that the stream doesn't hold (any more).
             rows: only these; by default all.
             outage_s: how long to wait for a Redis that is away.
+            on_look: called every LOOK_S while the job goes on: to help one that no worker looks after.
         """
         queue = JobQueue(client)
         self._client = client
         self._job_id = job_id
         self._fetch_rows = fetch_rows
         self._outage_s = outage_s
+        self._on_look = on_look
         self._keys = queue.find(job_id)
         self._texts = RowTexts(queue.status(job_id).spec.num_rows, rows)
         self._pubsub: Any = None
@@ -154,6 +157,7 @@ class TokenReader:
                 self.announce()
             self._refresh()
             if time.monotonic() >= self._look_at:
+                self._on_look()
                 yield from self._change()
 
     def _is_over(self) -> bool:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -70,13 +73,23 @@ def build_library(library: str, names: tuple[str, ...]) -> str:
     with as_file(files("minisgl_kernels") / "csrc") as folder:
         sources = [folder / f"{name}.cu" for name in names]
         headers = [folder / "common.cuh", folder / "warp.cuh"]
-        text = b"".join(path.read_bytes() for path in sources + headers)
-        identity = hashlib.sha256(text).hexdigest()[:16]
-        path: str = tvm_ffi_cpp.build(
-            name=library,
-            sources=[str(path) for path in sources],
-            build_directory=str(cpp.cache_dir() / f"{library}-{identity}"),
-            # An nvcc on the PATH that is a script says nothing about where its libraries are.
-            extra_ldflags=["-L/usr/local/cuda/lib64"],
-        )
-    return path
+        text = b"".join(path.read_bytes() for path in sources + headers) + _architectures().encode()
+        built = cpp.cache_dir() / f"{library}-{hashlib.sha256(text).hexdigest()[:16]}.so"
+        if built.exists():
+            return str(built)
+        # Elsewhere, then renamed: ranks that build at once don't meet half a file.
+        with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
+            path = tvm_ffi_cpp.build(
+                name=library,
+                sources=[str(path) for path in sources],
+                build_directory=scratch,
+                # An nvcc on the PATH that is a script says nothing about where its libraries are.
+                extra_ldflags=["-L/usr/local/cuda/lib64"],
+            )
+            Path(path).replace(built)
+    return str(built)
+
+
+def _architectures() -> str:
+    """What tvm-ffi compiles for."""
+    return os.environ.get("TVM_FFI_CUDA_ARCH_LIST") or str(torch.cuda.get_device_capability())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from minisgl_batch.errors import Fault, InvalidInputError, MiniSGLError
-from minisgl_batch.words import harmless
+from minisgl_batch.words import harmless, text_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,10 +87,8 @@ def print_json(record: Any) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on standard output, a row a line; too long ones are left to the terminal to wrap."""
-    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
-    print_line("  ".join(name.ljust(width) for name, width in zip(columns, widths, strict=True)).rstrip(), style="bold")
-    for row in rows:
-        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for number, line in enumerate(text_table(columns, rows)):
+        print_line(line, style="" if number else "bold")
 
 
 def print_fields(fields: Sequence[tuple[str, str]]) -> None:

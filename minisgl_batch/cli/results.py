@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import click
+import pyarrow as pa
 
 from minisgl_batch.cli.console import print_json, talk
-from minisgl_batch.cli.options import job_argument, redis_option
+from minisgl_batch.cli.options import job_shell_complete, redis_option
 from minisgl_batch.cli.service import open_client
-from minisgl_batch.errors import InvalidParameterError, OutputError, UsageError
+from minisgl_batch.client import JobHandle
+from minisgl_batch.errors import InvalidParameterError, JobStateError, OutputError, UsageError
 from minisgl_batch.words import count
+from minisgl_jobs.dataset import dataset_job, read_batches, read_manifest, read_owner
 from minisgl_jobs.export import EXPORT_FORMATS, ExportFormat, export_rows
 from minisgl_jobs.model import JobState
+from minisgl_jobs.parts import part_names
+from minisgl_jobs.places import Place, place, url_scheme
 
 
 @click.command()
-@job_argument
+@click.argument("source", metavar="JOB|FOLDER", shell_complete=job_shell_complete)
 @click.option(
     "--format",
     "export_format",
@@ -35,7 +41,7 @@ from minisgl_jobs.model import JobState
 @redis_option
 @click.option("--json", "as_json", is_flag=True, help="With --output: print what was written as JSON, for scripts.")
 def results(
-    job_id: str,
+    source: str,
     export_format: ExportFormat,
     output: str | None,
     partial: bool,
@@ -45,23 +51,61 @@ def results(
     """Write a job's results as JSONL, OpenAI batch output, CSV or Parquet.
 
     With --partial also those of a job that runs: of the parts that are written, and of rows that have finished since.
+    In place of a job, the folder or URL of its dataset is enough: that is read as it is, without Redis.
     """
     if as_json and output is None:
         raise UsageError("standard output has the results themselves: --json needs --output FILE")
     if output is None and export_format == "parquet" and sys.stdout.isatty():
         raise UsageError("Parquet isn't for a terminal: give --output FILE")
-    with open_client(redis_url) as client:
-        job = client.job(job_id)
-        found = job.status()
-        batches = job.batches(partial=partial)
+    with ExitStack() as stack:
+        folder = _dataset_folder(source)
+        if folder is not None:
+            found = _of_folder(folder, partial=partial)
+        else:
+            found = _of_job(stack.enter_context(open_client(redis_url)).job(source), partial=partial)
         if found.state in (JobState.CANCELED, JobState.FAILED):
-            talk(f"job {job_id} was {found.state.value}: these are the rows that were finished")
-        with _target(output) as out:
-            num_written = export_rows(batches, export_format, out, chat=found.spec.chat)
+            talk(f"job {found.job_id} was {found.state.value}: these are the rows that were finished")
+        num_written = export_rows(found.batches, export_format, stack.enter_context(_target(output)), chat=found.chat)
     if as_json:
-        print_json({"job_id": job_id, "state": found.state.value, "num_results": num_written, "output": output})
+        state = found.state.value if found.state is not None else None
+        print_json({"job_id": found.job_id, "state": state, "num_results": num_written, "output": output})
     elif output is not None:
         talk(f"{count(num_written, 'result')} written to {output}")
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What there is to write; the state is None where only an unfinished dataset is known."""
+
+    job_id: str
+    state: JobState | None
+    chat: bool
+    batches: Iterator[pa.RecordBatch]
+
+
+def _of_job(job: JobHandle, *, partial: bool) -> _Results:
+    status = job.status()
+    if not status.state.is_final and not partial:
+        raise JobStateError(f"job {job.id} is {status.state.value}: wait for its end, or give --partial")
+    return _Results(job.id, status.state, status.spec.chat, job.batches(partial=partial))
+
+
+def _of_folder(folder: Place, *, partial: bool) -> _Results:
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        return _Results(manifest.job_id, manifest.state, manifest.chat, read_batches(folder))
+    if not partial:
+        raise OutputError(f"{folder} holds a dataset that isn't finished: --partial writes the parts that are there")
+    spec = read_owner(folder)
+    return _Results(dataset_job(folder), None, spec is not None and spec.chat, read_batches(folder))
+
+
+def _dataset_folder(source: str) -> Place | None:
+    """The dataset that is meant, if it isn't a job."""
+    if url_scheme(source):
+        return place(source)
+    folder = Path(os.path.abspath(source))
+    return folder if os.path.isdir(folder) and (dataset_job(folder) or part_names(folder)) else None
 
 
 @contextmanager

@@ -12,13 +12,14 @@ from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from minisgl_batch.cli.console import print_fields, print_json, print_line, print_table
+from minisgl_batch.cli.console import print_fields, print_json, print_line, talk
 from minisgl_batch.cli.options import job_shell_complete, json_option, number_between, redis_option
 from minisgl_batch.cli.report import exit_code
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.watch import table, watch
 from minisgl_batch.client import Progress
 from minisgl_batch.client.show import JOB_COLUMNS, WORKER_COLUMNS, Overview, job_row, worker_row
+from minisgl_batch.errors import OutputError, UsageError
 from minisgl_batch.words import duration, one_line
 from minisgl_jobs.dataset import Manifest, manifest_of
 from minisgl_jobs.model import JobState
@@ -87,13 +88,7 @@ def _show_overview(look: Callable[[], Overview], interval: float | None, as_json
             jobs = [progress_record(job, None) for job in seen.jobs]
             print_json({"jobs": jobs, "workers": [worker_record(worker) for worker in seen.workers]})
             return
-        if seen.jobs:
-            print_table(JOB_COLUMNS, [job_row(job) for job in seen.jobs])
-            print_line("")
-        if seen.workers:
-            print_table(WORKER_COLUMNS, [worker_row(worker) for worker in seen.workers])
-            print_line("")
-        print_line(seen.summary)
+        print_line(str(seen))
 
     def draw(seen: Overview) -> RenderableType:
         jobs = table(JOB_COLUMNS, map(job_row, seen.jobs))
@@ -107,9 +102,14 @@ def _show_overview(look: Callable[[], Overview], interval: float | None, as_json
 
 
 def _manifest(progress: Progress) -> Manifest | None:
+    """What the dataset says of itself, where it can be read."""
     if not progress.state.is_final:
         return None
-    return manifest_of(output_place(progress.status.spec.output), progress.status.job_id)
+    try:
+        return manifest_of(output_place(progress.status.spec.output), progress.status.job_id)
+    except (OutputError, UsageError) as error:  # such as a store that this machine has no package for
+        talk(f"warning: {error}")
+        return None
 
 
 def worker_record(worker: WorkerInfo) -> dict[str, Any]:
@@ -142,16 +142,20 @@ def status_record(found: JobStatus) -> dict[str, Any]:
 
 
 def progress_record(progress: Progress, manifest: Manifest | None) -> dict[str, Any]:
-    """The same with what only a closer look tells."""
-    tokens = None
+    """The same with what only a closer look tells; rate and share of a job that has ended are those of all of it."""
+    tokens, rate, share = None, progress.tokens_per_s, progress.cached_share
     if manifest is not None:
         names = ("prompt_tokens", "cached_tokens", "completion_tokens")
         tokens = {name: getattr(manifest, name) for name in names}
+        found = progress.status
+        if found.started_at and found.finished_at and not found.epoch:
+            rate = manifest.completion_tokens / max(found.finished_at - found.started_at, 1e-3)
+        share = manifest.cached_tokens / manifest.prompt_tokens if manifest.prompt_tokens else None
     return {
         **status_record(progress.status),
         "rows_done": progress.rows_done,
-        "tokens_per_s": progress.tokens_per_s,
-        "cached_share": progress.cached_share,
+        "tokens_per_s": rate,
+        "cached_share": share,
         "eta_s": progress.eta_s,
         "trouble": progress.trouble or None,
         "tokens": tokens,

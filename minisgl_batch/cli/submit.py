@@ -21,6 +21,7 @@ from minisgl_batch.cli.options import (
 from minisgl_batch.cli.progress import follow
 from minisgl_batch.cli.report import exit_code, report
 from minisgl_batch.cli.service import open_client
+from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.times import parse_moment
 from minisgl_batch.client import JobHandle
 from minisgl_batch.words import count
@@ -82,10 +83,10 @@ def submit(
             job = client.submit_prepared(submission, after=after, start_at=start_at)
             status = job.status()
             spec = status.spec
-            if as_json:
+            if as_json and not wait:
                 record = {"job_id": job.id, "model": spec.model, "num_rows": spec.num_rows, "output": spec.output}
                 print_json({**record, "waiting": status.waiting or None})
-            else:
+            elif not as_json:
                 click.echo(job.id)
             talk(f"{count(spec.num_rows, 'row')} queued for {spec.model}, to be written to {spec.output}")
             if status.is_held:
@@ -96,6 +97,8 @@ def submit(
                 return
             ended = _wait(job)
             report(job, ended, submission.examples)
+            if as_json:
+                print_json(status_record(ended))
     ctx.exit(exit_code(ended.state))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -11,11 +12,11 @@ from minisgl_batch.child_process import setup_logging
 from minisgl_batch.cli.console import print_json, talk
 from minisgl_batch.cli.options import engine_config, engine_options, json_option, model_option, redis_option
 from minisgl_batch.cli.service import open_redis
-from minisgl_batch.errors import UsageError
+from minisgl_batch.errors import InvalidParameterError, UsageError
 from minisgl_jobs.connection import safe_url
 from minisgl_jobs.leases import LEASE_S
 from minisgl_jobs.roots import SEPARATOR, VARIABLE
-from minisgl_workers.options import DRAIN_S, HANG_S, WorkerOptions
+from minisgl_workers.options import DRAIN_S, HANG_S, Node, WorkerOptions
 
 _ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq")
 
@@ -48,7 +49,13 @@ class Root(click.types.StringParamType):
     help="Read and write only under this folder or URL, such as s3://bucket/prefix; may be repeated.  "
     f"[env: {VARIABLE}, with ; between several]",
 )
-@click.option("--hang-s", type=click.FloatRange(min=1), default=HANG_S, show_default=True, hidden=True)
+@click.option(
+    "--hang-s",
+    type=click.FloatRange(min=1),
+    default=HANG_S,
+    show_default=True,
+    help="A process that has work and makes no progress for so many seconds hangs: the group is started again.",
+)
 @click.option(
     "--groups",
     "num_groups",
@@ -58,6 +65,19 @@ class Root(click.types.StringParamType):
     show_default=True,
     help="Copies of the model on this host, each with --tp devices of its own.",
 )
+@click.option(
+    "--nodes",
+    "num_nodes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Hosts that the ranks of --tp are spread over; start a worker on each.",
+)
+@click.option(
+    "--node-rank", type=click.IntRange(min=0), metavar="R", default=0, help="Which of the hosts this is, from 0."
+)
+@click.option("--rendezvous", metavar="HOST:PORT", help="Where the hosts' ranks meet: an address of the first host.")
 @json_option
 def worker(redis_url: str | None, num_groups: int, as_json: bool, **options: Any) -> None:
     """Serve a model: run jobs until stopped.
@@ -70,13 +90,18 @@ def worker(redis_url: str | None, num_groups: int, as_json: bool, **options: Any
     from minisgl_workers.group import run_worker
     from minisgl_workers.groups import Groups
 
-    with open_redis(redis_url) as url:
-        configured = worker_options(options, url)
+    node = node_options(options, num_groups)
+    has_frontend = node is None or node.rank == 0
+    with open_redis(redis_url) if has_frontend else nullcontext("") as url:
+        configured = worker_options(options, url, node)
 
         def ready(group: int, info: dict[str, dict[str, Any]]) -> None:
             name = f"group {group}: " if num_groups > 1 else ""
-            source = f"jobs for {configured.model} from {safe_url(configured.redis_url)}"
-            talk(f"{name}serving {source} ({describe_engine(info)})")
+            if has_frontend:
+                source = f"jobs for {configured.model} from {safe_url(configured.redis_url)}"
+                talk(f"{name}serving {source} ({describe_engine(info)})")
+            else:
+                talk(f"{', '.join(info)} of {configured.model} are ready")
             if as_json:  # a line whenever a group serves (again)
                 print_json({"model": configured.model, "group": group, "processes": info})
 
@@ -84,6 +109,29 @@ def worker(redis_url: str | None, num_groups: int, as_json: bool, **options: Any
             run_worker(configured, lambda info: ready(0, info))
         else:
             Groups(configured, num_groups, ready).run()
+
+
+def node_options(options: dict[str, Any], num_groups: int) -> Node | None:
+    """Which host of several this is; None for a group on one host.
+
+    Raises:
+        InvalidParameterError: the options don't fit together.
+    """
+    num_nodes, rank, rendezvous, tp = (options[name] for name in ("num_nodes", "node_rank", "rendezvous", "tp"))
+    if num_nodes == 1:
+        if rank or rendezvous:
+            raise InvalidParameterError("nodes", "--node-rank and --rendezvous are for --nodes 2 and more")
+        return None
+    if num_groups > 1:
+        raise InvalidParameterError("groups", "a worker that is one of several --nodes has one group")
+    if rank >= num_nodes:
+        raise InvalidParameterError("node_rank", f"must be below --nodes {num_nodes}, got {rank}")
+    if tp % num_nodes:
+        raise InvalidParameterError("tp", f"{tp} ranks can't be spread evenly over {num_nodes} hosts")
+    host, _, port = (rendezvous or "").rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidParameterError("rendezvous", "several --nodes need --rendezvous HOST:PORT, of the first of them")
+    return Node(num_nodes, rank, rendezvous)
 
 
 def require_engine() -> None:
@@ -98,7 +146,7 @@ def missing_engine_modules() -> list[str]:
     return [name for name in _ENGINE_MODULES if importlib.util.find_spec(name) is None]
 
 
-def worker_options(options: dict[str, Any], redis_url: str) -> WorkerOptions:
+def worker_options(options: dict[str, Any], redis_url: str, node: Node | None = None) -> WorkerOptions:
     """A worker group's options in the values of a command's.
 
     Raises:
@@ -109,6 +157,7 @@ def worker_options(options: dict[str, Any], redis_url: str) -> WorkerOptions:
         engine=engine_config(options),
         redis_url=redis_url,
         served_model_name=options["served_model_name"],
+        node=node,
         **given,
     )
 

@@ -7,26 +7,64 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import update_wrapper
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyarrow as pa
 
 from minisgl_batch.client.client import Client
 from minisgl_batch.client.handle import POLL_S, JobHandle
 from minisgl_batch.client.progress import Progress
-from minisgl_batch.client.show import Overview
 from minisgl_jobs.model import RowResult
 from minisgl_jobs.reader import Event, TokenReader
-from minisgl_jobs.status import JobStatus, WorkerInfo
-from minisgl_jobs.submission import Source
+from minisgl_jobs.status import JobStatus
 
+P = ParamSpec("P")
 T = TypeVar("T")
 MAX_AHEAD = 1000  # events that a stream reads before they are asked for
 _SLOT_S = 0.2  # between looks of a reader's thread whether anybody still wants its events
 _END: Any = object()
+
+
+def _of_client(
+    method: Callable[Concatenate[Client, P], T],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """A method of the Client, awaited."""
+
+    async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        client = await self._connected()
+        return await asyncio.to_thread(method, client, *args, **kwargs)
+
+    update_wrapper(call, method)
+    return call
+
+
+def _job_of_client(
+    method: Callable[Concatenate[Client, P], JobHandle],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, AsyncJobHandle]]:
+    """A method of the Client that answers a job, awaited."""
+
+    async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncJobHandle:
+        client = await self._connected()
+        return AsyncJobHandle(await asyncio.to_thread(method, client, *args, **kwargs))
+
+    update_wrapper(call, method)
+    return call
+
+
+def _of_job(
+    method: Callable[Concatenate[JobHandle, P], T],
+) -> Callable[Concatenate[AsyncJobHandle, P], Coroutine[Any, Any, T]]:
+    """A method of the JobHandle, awaited."""
+
+    async def call(self: AsyncJobHandle, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(method, self._job, *args, **kwargs)
+
+    update_wrapper(call, method)
+    return call
 
 
 class AsyncClient:
@@ -40,38 +78,14 @@ class AsyncClient:
         self._client: Client | None = None
         self._connecting = asyncio.Lock()
 
-    async def submit(self, source: Source, *, model: str, **options: Any) -> AsyncJobHandle:
-        """See `Client.submit`."""
-        job = await self._call(lambda client: client.submit(source, model=model, **options))
-        return AsyncJobHandle(job)
-
-    async def job(self, job_id: str) -> AsyncJobHandle:
-        """See `Client.job`."""
-        return AsyncJobHandle(await self._call(lambda client: client.job(job_id)))
-
-    async def jobs(self, *, model: str | None = None, limit: int = 100) -> list[JobStatus]:
-        """See `Client.jobs`."""
-        return await self._call(lambda client: client.jobs(model=model, limit=limit))
-
-    async def workers(self, *, model: str | None = None) -> list[WorkerInfo]:
-        """See `Client.workers`."""
-        return await self._call(lambda client: client.workers(model=model))
-
-    async def overview(self, *, model: str | None = None, limit: int = 20) -> Overview:
-        """See `Client.overview`."""
-        return await self._call(lambda client: client.overview(model=model, limit=limit))
-
-    async def pause(self, model: str) -> bool:
-        """See `Client.pause`."""
-        return await self._call(lambda client: client.pause(model))
-
-    async def resume(self, model: str) -> bool:
-        """See `Client.resume`."""
-        return await self._call(lambda client: client.resume(model))
-
-    async def purge(self, *, model: str | None = None, older_than_s: float = 0.0) -> list[str]:
-        """See `Client.purge`."""
-        return await self._call(lambda client: client.purge(model=model, older_than_s=older_than_s))
+    submit = _job_of_client(Client.submit)
+    job = _job_of_client(Client.job)
+    jobs = _of_client(Client.jobs)
+    workers = _of_client(Client.workers)
+    overview = _of_client(Client.overview)
+    pause = _of_client(Client.pause)
+    resume = _of_client(Client.resume)
+    purge = _of_client(Client.purge)
 
     async def close(self) -> None:
         """Close the connection; handles of jobs end with it."""
@@ -79,7 +93,7 @@ class AsyncClient:
             await asyncio.to_thread(self._client.close)
 
     async def __aenter__(self) -> AsyncClient:
-        await self._call(lambda client: client)  # a wrong URL shows here
+        await self._connected()  # a wrong URL shows here
         return self
 
     async def __aexit__(
@@ -87,11 +101,11 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _call(self, function: Callable[[Client], T]) -> T:
+    async def _connected(self) -> Client:
         async with self._connecting:
             if self._client is None:
                 self._client = await asyncio.to_thread(Client, self._redis_url)
-        return await asyncio.to_thread(function, self._client)
+        return self._client
 
 
 class AsyncJobHandle:
@@ -107,13 +121,13 @@ class AsyncJobHandle:
     def _repr_html_(self) -> str:
         return self._job._repr_html_()
 
-    async def status(self) -> JobStatus:
-        """See `JobHandle.status`."""
-        return await asyncio.to_thread(self._job.status)
-
-    async def progress(self) -> Progress:
-        """See `JobHandle.progress`."""
-        return await asyncio.to_thread(self._job.progress)
+    status = _of_job(JobHandle.status)
+    progress = _of_job(JobHandle.progress)
+    cancel = _of_job(JobHandle.cancel)
+    tend = _of_job(JobHandle.tend)
+    retry = _of_job(JobHandle.retry)
+    purge = _of_job(JobHandle.purge)
+    results = _of_job(JobHandle.results)
 
     async def watch(self, poll_s: float = POLL_S) -> AsyncIterator[Progress]:
         """See `JobHandle.watch`."""
@@ -136,31 +150,11 @@ class AsyncJobHandle:
             watcher.check_time(timeout_s)
             await asyncio.sleep(POLL_S)
 
-    async def cancel(self) -> None:
-        """See `JobHandle.cancel`."""
-        await asyncio.to_thread(self._job.cancel)
-
-    async def tend(self) -> None:
-        """See `JobHandle.tend`."""
-        await asyncio.to_thread(self._job.tend)
-
-    async def retry(self) -> None:
-        """See `JobHandle.retry`."""
-        await asyncio.to_thread(self._job.retry)
-
-    async def purge(self, *, output: bool = False) -> None:
-        """See `JobHandle.purge`."""
-        await asyncio.to_thread(lambda: self._job.purge(output=output))
-
     async def stream(self, rows: Collection[int] | None = None) -> AsyncIterator[Event]:
         """See `JobHandle.stream`. Leaving the loop, or canceling its task, ends the reading."""
         reader = await asyncio.to_thread(self._job.open_reader, rows)
         async for event in _in_thread(reader):
             yield event
-
-    async def results(self, *, partial: bool = False) -> pa.Table:
-        """See `JobHandle.results`."""
-        return await asyncio.to_thread(lambda: self._job.results(partial=partial))
 
     async def rows(self, *, partial: bool = False) -> AsyncIterator[RowResult]:
         """See `JobHandle.rows`."""

@@ -73,6 +73,7 @@ class Client:
 
     def submit(
         self,
+        /,
         source: Source,
         *,
         model: str,

@@ -83,7 +83,7 @@ class JobHandle:
     def tend(self) -> None:
         """End a job that only has to be ended (it was canceled, say) and whose model no worker serves any more.
 
-        `watch`, `wait` and `cancel` do this too. Where there is nothing to do it does nothing.
+        `cancel`, `watch`, `wait` and `stream` do this too. Where there is nothing to do it does nothing.
         """
         end_unserved(self._redis, self.status())
 
@@ -183,7 +183,7 @@ class JobHandle:
         for row in rows or ():
             if not 0 <= row < num_rows:
                 raise UsageError(f"job {self.id} has no row {row}: its rows are 0 to {num_rows - 1}")
-        return TokenReader(self._redis, self.id, self._results.fetch, rows=rows)
+        return TokenReader(self._redis, self.id, self._results.fetch, rows=rows, on_look=self.tend)
 
     def results(self, *, partial: bool = False) -> pa.Table:
         """The results as an Arrow table. Arguments and errors as `batches`."""

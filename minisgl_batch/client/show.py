@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from minisgl_batch.client.progress import Progress
-from minisgl_batch.words import duration, one_line
+from minisgl_batch.words import duration, one_line, text_table
 from minisgl_jobs.status import WorkerInfo
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ WORKER_COLUMNS = ("WORKER", "MODEL", "RUNNING", "WAITING", "TOK/S", "CACHED", "U
 
 @dataclass(frozen=True)
 class Overview:
-    """Jobs and workers at one moment. Notebooks show it as tables.
+    """Jobs and workers at one moment. Printed or shown in a notebook, it is two tables.
 
     Attributes:
         jobs: newest first.
@@ -40,6 +40,11 @@ class Overview:
         jobs = f"{num_jobs:,} job{'' if num_jobs == 1 else 's'} under way"
         workers = f"{len(self.workers):,} worker{'' if len(self.workers) == 1 else 's'}"
         return f"{jobs}, {workers}, {rate:,.0f} tokens/s"
+
+    def __str__(self) -> str:
+        tables = ((JOB_COLUMNS, [*map(job_row, self.jobs)]), (WORKER_COLUMNS, [*map(worker_row, self.workers)]))
+        shown = ["\n".join(text_table(columns, rows)) for columns, rows in tables if rows]
+        return "\n\n".join([*shown, self.summary])
 
     def _repr_html_(self) -> str:
         jobs = html_table(JOB_COLUMNS, map(job_row, self.jobs))

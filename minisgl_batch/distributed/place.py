@@ -54,6 +54,21 @@ def places_on_this_host(size: int, folder: Path) -> list[RankPlace]:
     ]
 
 
+def places_on_node(size: int, num_nodes: int, node_rank: int, rendezvous: str) -> list[RankPlace]:
+    """The places on one of several hosts, each of which has as many ranks; they meet at HOST:PORT."""
+    num_local = size // num_nodes
+    return [
+        RankPlace(
+            rank=node_rank * num_local + number,
+            size=size,
+            meet=f"tcp://{rendezvous}",
+            num_local=num_local,
+            timeout_s=COLLECTIVE_TIMEOUT_S,
+        )
+        for number in range(num_local)
+    ]
+
+
 FOLLOWER = "minisgl_batch.scheduler.follower"
 """The module of a follower's process."""
 
@@ -65,8 +80,10 @@ class FollowerConfig(msgspec.Struct, frozen=True):
         engine: the engine's options, the same on all ranks.
         place: where it stands.
         in_worker: it is a worker group's process, whose supervisor wants signs of life.
+        heeds_sigterm: a SIGTERM ends it; without, rank 0 says when it is over.
     """
 
     engine: EngineConfig
     place: RankPlace
     in_worker: bool = False
+    heeds_sigterm: bool = False

@@ -95,6 +95,11 @@ class ModelTokenizer:
         return cls(hf_tokenizer, defaults)
 
     @property
+    def hf_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer that this one is made of."""
+        return self._hf
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 

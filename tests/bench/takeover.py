@@ -17,7 +17,7 @@ from pathlib import Path
 
 from minisgl_batch.client import Client, JobHandle
 from tests.bench.records import record
-from tests.chaos.attack import generated_again
+from tests.chaos.attack import after_their_end
 from tests.chaos.world import JOB, World
 from tests.jobs.helpers import wait_for
 
@@ -43,7 +43,7 @@ def main() -> None:
                 times = sorted(strike(world, job, rng) for _ in range(options.kills))
                 job.cancel()
                 wait_for("the end of the job", lambda: job.status().state.is_final, TAKEOVER_S)
-            again, num_begun = generated_again(world), sum(1 for _ in world.read_log(world.starts))
+            again, num_begun = after_their_end(world, world.ended), sum(1 for _ in world.read_log(world.begun))
     measured = {
         "kills": options.kills,
         "lease_s": options.lease_s,

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from minisgl_batch.client import Client
 from minisgl_batch.errors import QueueError
 from minisgl_jobs.dataset import MANIFEST, SUCCESS, read_dataset
 from minisgl_jobs.row_texts import RowFinished, RowStarted, RowText
-from tests.chaos.world import JOB, NUM_TOKENS, World, prompt_ids, row_of
+from tests.chaos.world import JOB, NUM_TOKENS, World, prompt_ids
 from tests.jobs.helpers import wait_for
 
 KINDS = ("frontend", "rank", "tasks", "supervisor", "stop")
@@ -30,6 +31,7 @@ class Attack:
 
     Attributes:
         strikes: what was done, how often.
+        timeline: and when, for whoever looks into a failure.
         num_rounds: how often each group is struck in each of the ways there are.
         num_restarts: of Redis, spread over the job.
         pause_s: between a group that serves and the next strike at it, at most.
@@ -43,6 +45,7 @@ class Attack:
     pause_s: float
     end_s: float
     strikes: Counter[str] = field(default_factory=Counter)
+    timeline: list[str] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _errors: list[BaseException] = field(default_factory=list)
 
@@ -65,6 +68,8 @@ class Attack:
         assert not self._errors, self._errors
         reader.join(60)
         wall_s = time.monotonic() - started
+        for number in range(len(self.world.groups)):
+            self.world.wait_serving(number, 1)
         self.world.drain()
         return {**judge(self.world, reader), "wall_s": round(wall_s, 1), "strikes": dict(sorted(self.strikes.items()))}
 
@@ -75,7 +80,7 @@ class Attack:
         for _ in range(2):
             with self.world.start_submit() as command:
                 self._over.wait(self.rng.uniform(0.3, 1.5))
-            self.strikes["client"] += 1
+            self._note("client")
         with self.world.start_submit() as command:
             command.finish(timeout_s=120)
 
@@ -84,8 +89,7 @@ class Attack:
         kinds = [kind for _ in range(self.num_rounds) for kind in rng.sample(KINDS, len(KINDS))]
         num_times = 1
         while kinds and not self._over.is_set():
-            if not world.wait_serving(number, num_times):
-                raise AssertionError(f"a group gave up: {world.groups[number].stdout}")
+            world.wait_serving(number, num_times)
             self._over.wait(rng.uniform(0, self.pause_s))
             if self._over.is_set():
                 return
@@ -104,13 +108,14 @@ class Attack:
                 process.kill()
                 num_times += kind != "tasks"
             kinds.pop()
-            self.strikes[kind] += 1
+            self._note(kind, f"of group {number}")
 
     def _pause(self, number: int) -> None:
         """Stop a whole group for longer than its leases."""
         stopped = self.world.processes(number)
         _signal(stopped, psutil.Process.suspend)
         self._over.wait(self.world.lease_s + 1.0)
+        self.timeline.append(f"{time.monotonic():.3f} go on group {number}")
         _signal(stopped, psutil.Process.resume)
 
     def _strike_readers(self) -> None:
@@ -118,7 +123,7 @@ class Attack:
             with self.world.start_tail() as tail:
                 self._over.wait(self.rng.uniform(1.0, 6.0))
                 tail.kill()
-            self.strikes["subscriber"] += 1
+            self._note("subscriber")
 
     def _strike_redis(self) -> None:
         for restart in range(self.num_restarts):
@@ -129,7 +134,11 @@ class Attack:
             self.world.server.kill()
             self._over.wait(self.rng.uniform(0.2, 1.5))
             self.world.server.start()
-            self.strikes["redis"] += 1
+            self._note("redis")
+
+    def _note(self, kind: str, what: str = "") -> None:
+        self.strikes[kind] += 1
+        self.timeline.append(f"{time.monotonic():.3f} {kind} {what}")
 
     def _guarded(self, strike: Callable[..., None], *args: int) -> None:
         try:
@@ -201,8 +210,11 @@ def judge(world: World, reader: Reader) -> dict[str, Any]:
         - len(set(rows)),
         "rows_wrong": wrong,
         "rows_given_up": sum(error == "worker_lost" for error in table["error_type"].to_pylist()),
-        "rows_begun": sum(1 for _ in world.read_log(world.starts)),
-        "finished_rows_generated_again": len(generated_again(world)),
+        "rows_begun": sum(1 for _ in world.read_log(world.begun)),
+        "finished_rows_generated_again": len(after_their_end(world, world.ended)),
+        # A group that was stopped past its lease, and goes on, may find rows in the sockets between its processes. It
+        # stops them as soon as it has heard that others have them.
+        "finished_rows_begun_and_stopped": len(after_their_end(world, world.begun)),
         "reader_rows_wrong": sum(reader.texts.get(row) != text for row, text in texts.items()),
         "reader_rows_ended": len(reader.num_ends),
         "success_files": names.count(SUCCESS),
@@ -213,13 +225,15 @@ def judge(world: World, reader: Reader) -> dict[str, Any]:
     }
 
 
-def generated_again(world: World) -> list[int]:
-    """Rows that an engine began after Redis had confirmed their results."""
+def after_their_end(world: World, log: Path) -> list[tuple[int, float, float]]:
+    """Rows that came to an engine after Redis had confirmed their results; with when they were finished and came.
+
+    Of all that came, or of those that were generated to their end.
+    """
     finished: dict[int, float] = {}
     for at_s, row in world.read_log(world.finished):
-        finished.setdefault(int(row), at_s)
-    starts = ((at_s, row_of(list(map(int, ids.split(","))))) for at_s, ids in world.read_log(world.starts))
-    return [row for at_s, row in starts if at_s > finished.get(row, at_s)]
+        finished.setdefault(row, at_s)
+    return [(row, finished[row], at_s) for at_s, row in world.read_log(log) if at_s > finished.get(row, at_s)]
 
 
 def check(summary: dict[str, Any]) -> None:

@@ -41,7 +41,8 @@ class World:
         self.num_rows = num_rows
         self.lease_s = lease_s
         self.output = folder / "out"
-        self.starts = folder / "starts"  # of requests in engines
+        self.begun = folder / "begun"  # rows that came to an engine
+        self.ended = folder / "begun.ended"  # rows that an engine has generated to their end, with when they came to it
         self.finished = folder / "finished"  # rows that Redis has confirmed
         self.chunk_rows = chunk_rows
         self.server = OwnServer(Path(tempfile.mkdtemp(prefix="mb-", dir=folder)))
@@ -54,7 +55,7 @@ class World:
         self.old_groups: list[Command] = []
 
     def start_group(self) -> Command:
-        engine = EchoConfig(max_running=64, step_s=self._step_s, log=str(self.starts))
+        engine = EchoConfig(max_running=64, step_s=self._step_s, log=str(self.begun))
         return start_echo_group(
             self.server.url,
             engine=engine,
@@ -77,11 +78,21 @@ class World:
     def start_tail(self) -> Command:
         return self.command("tail", JOB)
 
-    def wait_serving(self, number: int, num_times: int) -> bool:
-        """Wait until a group serves for the so manieth time; False when it has ended instead."""
-        group = self.groups[number]
-        wait_for("a group that serves", lambda: group.stdout.count("serving") >= num_times or not lives(group), READY_S)
-        return lives(group)
+    def wait_serving(self, number: int, num_times: int) -> None:
+        """Wait until a group serves for the so manieth time.
+
+        One that can't start because Redis is away says so and ends, and is started again, as by a service manager.
+        """
+
+        def serves() -> bool:
+            group = self.groups[number]
+            if not lives(group):
+                assert "Redis" in group.stdout, f"a group gave up: {group.stdout}{group.stderr}"
+                assert "serving" not in group.stdout, f"a group gave up: {group.stdout}{group.stderr}"
+                self.groups[number] = self.start_group()
+            return group.stdout.count("serving") >= num_times
+
+        wait_for("a group that serves", serves, READY_S)
 
     def processes(self, number: int) -> list[psutil.Process]:
         """A group's processes, the supervisor first."""
@@ -96,11 +107,12 @@ class World:
         found = (process for process in self.processes(number) if _has_word(process, MODULES[kind]))
         return next(found, None)
 
-    def read_log(self, path: Path) -> Iterator[tuple[float, str]]:
-        """(monotonic seconds, what)."""
+    def read_log(self, path: Path) -> Iterator[tuple[float, int]]:
+        """(monotonic seconds, row) of a log of rows or prompts."""
         for line in path.read_text().splitlines():
             seconds, _, what = line.partition(" ")
-            yield float(seconds), what
+            ids = list(map(int, what.split(",")))
+            yield float(seconds), row_of(ids) if len(ids) > 1 else ids[0]
 
     def close(self) -> None:
         for group in [*self.groups, *self.old_groups]:

@@ -9,12 +9,12 @@ import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minisgl_kernels import cpp, cuda
+from minisgl_kernels.cuda import LayerKernels
 
 _SOURCES = Path(cuda.__file__).parent / "csrc"
 _EMULATOR = Path(__file__).parent / "emulator"
@@ -22,9 +22,9 @@ _CUDA_HEADERS = Path("/usr/local/cuda/include")
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernels' callers call the emulated ones."""
-    functions = {name: emulated(build_emulator(), name) for name in ("paged_decode",)}
-    monkeypatch.setattr(cuda, "layer_kernels", lambda _: SimpleNamespace(**functions))
+    """Let the kernels' callers call the emulated ones, for bfloat16."""
+    kernels = LayerKernels(*(emulated(build_emulator(), name) for name in LayerKernels._fields))
+    monkeypatch.setattr(cuda, "layer_kernels", lambda x: kernels if x.dtype == torch.bfloat16 else None)
 
 
 def build_emulator() -> Path:
@@ -63,14 +63,15 @@ def _build() -> Path:
 
 
 def _caller(function: ctypes._NamedFuncPointer) -> Callable[..., None]:
-    """Passes a tensor as its address and its shape."""
+    """Passes a tensor as its address, and its sizes with its strides from the fifth place on."""
 
     def call(*args: torch.Tensor | float | bool) -> None:
         values: list[object] = []
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                shape = (ctypes.c_int64 * 8)(*arg.shape)
-                values += [ctypes.c_void_p(arg.data_ptr()), shape]
+                sizes = (ctypes.c_int64 * 8)()
+                sizes[: arg.ndim], sizes[4 : 4 + arg.ndim] = list(arg.shape), list(arg.stride())
+                values += [ctypes.c_void_p(arg.data_ptr()), sizes]
             elif isinstance(arg, bool):
                 values.append(ctypes.c_bool(arg))
             else:

@@ -73,7 +73,7 @@ def check(
 @pytest.mark.parametrize("with_prefix", [False, True], ids=["own", "behind a prefix"])
 @pytest.mark.parametrize(("group", "head_dim", "page_size"), [(1, 64, 16), (2, 128, 16), (5, 128, 32), (8, 64, 64)])
 def test_rows_of_any_length(device: torch.device, group: int, head_dim: int, page_size: int, with_prefix: bool) -> None:
-    lens = [random.randint(1, 100) for _ in range(4)]
+    lens = [random.randint(1, 400) for _ in range(4)]
     if device.type == "cuda":
         lens = [random.randint(1, 3000) for _ in range(random.choice([1, 8, 77, 256]))]
     # On a CPU few workers, so that rows begin and end anywhere in a share.
@@ -82,13 +82,17 @@ def test_rows_of_any_length(device: torch.device, group: int, head_dim: int, pag
     check(device, lens, with_prefix=with_prefix, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kv_lens", [[1], [16], [17], [200], [1, 1, 1, 1, 150, 1, 1], [64] * 4])
+@pytest.mark.parametrize("kv_lens", [[1], [16], [17], [500], [1, 1, 1, 1, 600, 1, 1], [160] * 4])
 def test_rows_and_shares_that_meet_at_their_ends(device: torch.device, kv_lens: list[int]) -> None:
     check(device, kv_lens, group=2, num_kv_heads=1, num_workers=4)
 
 
 def test_heads_that_do_not_divide_the_workers(device: torch.device) -> None:
-    check(device, [40, 90], group=3, num_kv_heads=3, head_dim=64, num_workers=8)
+    check(device, [300, 170], group=3, num_kv_heads=3, head_dim=64, num_workers=8)
+
+
+def test_rows_that_many_shares_hold(device: torch.device) -> None:
+    check(device, [random.randint(1500, 1700)], group=random.choice([3, 7]), num_kv_heads=1, num_workers=12)
 
 
 @pytest.mark.gpu

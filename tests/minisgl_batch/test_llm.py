@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,46 @@ def test_unservable_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
             llm.generate([QUESTION, bad], progress=False)
     assert llm.stats().num_steps == steps
     assert llm.generate(MESSAGES, progress=False)[0].outputs[0].text == "42"
+
+
+def test_prompts_as_vllm_has_them(llm: LLM) -> None:
+    ids = llm.tokenizer.encode_chat(MESSAGES).tolist()
+    assert QUESTION in llm.get_tokenizer().decode(ids)
+    params = SamplingParams(max_tokens=1)
+    for prompt in ({"prompt": QUESTION}, {"prompt_token_ids": ids}, [{"prompt_token_ids": ids}]):
+        (output,) = llm.generate(prompt, sampling_params=params, progress=False)
+        assert len(output.outputs[0].token_ids) == 1
+        assert output.prompt == (QUESTION if "prompt" in prompt else ids)
+    outputs = llm.generate([{"prompt": QUESTION}, {"prompt_token_ids": ids}], [params, params], progress=False)
+    assert [output.prompt for output in outputs] == [QUESTION, ids]
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        ({"prompt": QUESTION, "multi_modal_data": {}}, "must hold prompt or prompt_token_ids and nothing else"),
+        ({"prompt": [1, 2]}, "prompt must be a text, not a list"),
+        ({"prompt_token_ids": "1 2"}, "prompt_token_ids must be token ids, not a string"),
+        ([{"role": "x", "content": "a"}], r"messages\[0\].role must be one of"),
+        ([{"role": "user"}], r"messages\[0\].content is missing"),
+    ],
+)
+def test_what_is_no_prompt(llm: LLM, bad: Any, problem: str) -> None:
+    with pytest.raises(RequestError, match=f"^prompt 1: {problem}"):
+        llm.generate([QUESTION, bad], progress=False)
+    with pytest.raises(RequestError, match=f"^prompt 0: {problem}"):
+        llm.generate(bad, progress=False)
+
+
+def test_what_is_no_chat(llm: LLM) -> None:
+    for bad in (QUESTION, MESSAGES[0], None):
+        with pytest.raises(UsageError, match="chat: messages must be a list such as"):
+            llm.chat(bad, progress=False)  # type: ignore[arg-type]
+    for worse in ([MESSAGES, QUESTION], [MESSAGES, [1, 2]]):
+        with pytest.raises(RequestError, match=r"^prompt 1: must be a list of chat messages, not a"):
+            llm.chat(worse, progress=False)
+    with pytest.raises(RequestError, match=r"^prompt 0: messages"):
+        llm.chat([{"role": "x"}], progress=False)
 
 
 def test_overlap_loop_gives_the_same_answers(llm: LLM) -> None:

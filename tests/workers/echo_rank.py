@@ -40,7 +40,8 @@ class EchoConfig(msgspec.Struct, frozen=True):
         sockets: where the group's sockets are.
         max_running: requests that get a token in each step; others wait.
         step_s: how long a step takes at least.
-        log: file that gets a line `<monotonic seconds> <prompt ids with commas>` for each request that begins.
+        log: file that gets a line `<monotonic seconds> <prompt ids with commas>` for each request when it comes; with
+            the suffix `.ended` there is another, which gets the same line (with the same time) when it has all tokens.
         steps: file that gets a line `<monotonic seconds> <requests that run>` for each step.
         poison: a prompt that begins with this token kills the rank at its first step; -1: none does.
         hang: one that begins with this token makes the rank hang.
@@ -61,7 +62,9 @@ class EchoEngine:
     def __init__(self, config: EchoConfig, link: EngineSide) -> None:
         self._config = config
         self._link = link
-        self._log = os.open(config.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if config.log else -1
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        self._logs = [os.open(f"{config.log}{suffix}", flags) for suffix in ("", ".ended") if config.log]
+        self._lines: dict[int, str] = {}  # by uid
         self._steps = os.open(config.steps, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if config.steps else -1
         self._waiting: dict[int, NewRequest] = {}
         self._uids = np.full(config.max_running, -1, dtype=np.int64)
@@ -94,10 +97,12 @@ class EchoEngine:
         return True
 
     def _note(self, requests: list[NewRequest]) -> None:
-        if self._log >= 0:
+        if self._logs:
             now = time.monotonic()
-            lines = (f"{now:.6f} {','.join(map(str, np.frombuffer(r.prompt_ids, np.int32)))}\n" for r in requests)
-            os.write(self._log, "".join(lines).encode())
+            for request in requests:
+                ids = ",".join(map(str, np.frombuffer(request.prompt_ids, np.int32)))
+                self._lines[request.uid] = f"{now:.6f} {ids}\n"
+            os.write(self._logs[0], "".join(self._lines[request.uid] for request in requests).encode())
 
     def _step(self) -> None:
         """A token for each request that runs."""
@@ -113,6 +118,8 @@ class EchoEngine:
         has_ended = self._positions[places] >= self._lengths[places]
         self._num_steps += 1
         self._num_output_tokens += len(places)
+        if self._logs and has_ended.any():
+            os.write(self._logs[1], "".join(map(self._lines.pop, self._uids[places[has_ended]].tolist())).encode())
         self._send(places, tokens, np.where(has_ended, FINISH_LENGTH, NOT_FINISHED).astype(np.uint8))
         self._uids[places[has_ended]] = -1
 

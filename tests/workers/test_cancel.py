@@ -222,6 +222,19 @@ def test_finished_rows_of_a_chunk_that_was_handed_back_can_be_read(api: Client, 
     assert job.wait(10).rows_ok == 1
 
 
+def test_a_reader_ends_a_job_that_its_workers_left(
+    api: Client, client: redis.Redis, running: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl_jobs.reader.LOOK_S", 0.05)
+    job = api.submit(["a"], model=MODEL, output=tmp_path)
+    events = job.stream()
+    assert next(events) == JobChanged(JobState.QUEUED)
+    commit_without_rename(running, running.take(), monkeypatch)
+    leave(client)
+    assert list(events)[-1] == JobChanged(JobState.FINISHED)
+    assert (tmp_path / SUCCESS).exists()
+
+
 def test_cancel_may_be_repeated_and_raced(api: Client, running: Group, tmp_path: Path) -> None:
     job = api.submit(["a", "b"], model=MODEL, output=tmp_path)
     work = running.take()

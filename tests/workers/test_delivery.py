@@ -134,6 +134,24 @@ def test_a_drained_group_hands_back_its_chunk_with_the_finished_rows(
     third.delivery.hand_back()
 
 
+def test_a_committed_chunk_that_redis_has_lost_is_not_generated_again(
+    client: redis.Redis, api: Client, first: Group, second: Group, tmp_path: Path
+) -> None:
+    job = api.submit(list("abcd"), model=MODEL, output=tmp_path, chunk_rows=2)
+    work = first.take()
+    first.run(work)
+    before = [(key, max(0, client.pttl(key)), client.dump(key)) for key in client.scan_iter()]
+    first.commit(work)
+    client.flushall()
+    for saved in before:
+        client.restore(*saved)
+    expire(client, first.queue, work.lease)
+    run_all(second)
+    assert second.ran == [(2, 0), (3, 0)]
+    assert (job.status().state, job.status().rows_ok) == (JobState.FINISHED, 4)
+    assert read_dataset(tmp_path)["row_index"].to_pylist() == [0, 1, 2, 3]
+
+
 # ----------------------------------------------------------------- leases
 
 
@@ -184,6 +202,21 @@ def test_a_worker_that_was_stopped_past_its_lease_starts_no_row(
     stopped.give_up(work)
     assert not stopped.delivery.holds(work)
     stopped.end_jobs()
+    stopped.delivery.hand_back()
+
+
+def test_a_worker_that_goes_on_after_a_pause_learns_at_once_whose_its_chunk_is(
+    client: redis.Redis, api: Client, second: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl_workers.lease_keeper.RENEW_S", 60.0)
+    stopped = Group(client, MODEL, lease_s=180)
+    api.submit(["a", "b"], model=MODEL, output=tmp_path)
+    work = stopped.take()
+    stopped.keeper.add(work.lease, time.monotonic() - 181)  # so long ago
+    expire(client, stopped.queue, work.lease)
+    run_all(second)
+    stopped.keeper.start()
+    wait_for("the loss", lambda: stopped.tick() or stopped.delivery.stopped == [work])
     stopped.delivery.hand_back()
 
 

@@ -171,6 +171,7 @@ class Delivery:
 
     def _hear(self) -> None:
         """Of leases that are lost, of canceled jobs, and of a Redis that may have lost its last writes."""
+        self._keeper.look_for_pause()
         by_token = {work.lease.token: work for work in self.works}
         for lease, renewal in self._keeper.news():
             work = by_token.get(lease.token)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_batch.child_process import ChildPlan
-from minisgl_batch.config import EngineConfig
-from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_this_host
+from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_node, places_on_this_host
 from minisgl_batch.hub import model_path
 from minisgl_batch.models.config import load_model_config
 from minisgl_jobs.connection import connect
@@ -26,27 +25,37 @@ _RANK_ENV = {"OMP_WAIT_POLICY": "passive"}
 
 
 def group_children(options: WorkerOptions, directory: Path) -> list[ChildPlan]:
-    """The processes of a group, the frontend first; their sockets are in `directory`."""
+    """The processes of a group on this host, the frontend first if it is here; their sockets are in `directory`."""
+    if options.node is not None and options.node.rank > 0:
+        return _ranks(options, directory)
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     sockets = str(directory)
     roots = {VARIABLE: SEPARATOR.join(options.allow_roots)}
     tasks = TaskRunnerConfig(options.redis_url, options.model, worker_id)
     return [
         ChildPlan("frontend", "minisgl_workers.frontend", FrontendConfig(options, worker_id, sockets)),
-        *_ranks(options.engine, directory),
+        *_ranks(options, directory),
         ChildPlan("tasks", "minisgl_workers.task_runner", tasks, roots, is_spare=True),
     ]
 
 
-def _ranks(engine: EngineConfig, directory: Path) -> list[ChildPlan]:
+def _ranks(options: WorkerOptions, directory: Path) -> list[ChildPlan]:
+    """This host's ranks."""
+    engine, node = options.engine, options.node
     env = {name: value for name, value in _RANK_ENV.items() if name not in os.environ}
-    places = places_on_this_host(engine.tp, directory)
-    first = RankConfig(engine, places[0] if engine.tp > 1 else None, str(directory))
-    followers = [
-        ChildPlan(f"rank {place.rank}", FOLLOWER, FollowerConfig(engine, place, in_worker=True), env)
-        for place in places[1:]
-    ]
-    return [ChildPlan("rank 0", "minisgl_workers.rank", first, env), *followers]
+    if node is None:
+        places = places_on_this_host(engine.tp, directory)
+    else:
+        places = places_on_node(engine.tp, node.num_nodes, node.rank, node.rendezvous)
+    plans = []
+    for place in places:
+        if place.rank == 0:
+            first = RankConfig(engine, place if engine.tp > 1 else None, str(directory))
+            plans.append(ChildPlan("rank 0", "minisgl_workers.rank", first, env))
+        else:
+            follower = FollowerConfig(engine, place, in_worker=True, heeds_sigterm=places[0].rank > 0)
+            plans.append(ChildPlan(f"rank {place.rank}", FOLLOWER, follower, env))
+    return plans
 
 
 def run_worker(
@@ -71,7 +80,8 @@ def run_worker(
     path = model_path(options.engine.model)
     if options.engine.tp > 1:
         load_model_config(path).check_tp_size(options.engine.tp)
-    connect(options.redis_url).close()
+    if options.node is None or options.node.rank == 0:
+        connect(options.redis_url).close()
 
     plan = GroupPlan(partial(children, options), on_ready, drain_s=options.drain_s, hang_s=options.hang_s)
     Supervisor(plan).run()

@@ -17,6 +17,7 @@ from minisgl_jobs.leases import ChunkQueue, Lease, Renewal
 logger = logging.getLogger(__name__)
 
 RENEW_S = 1.0
+HURRY_S = 0.01
 
 
 class LeaseKeeper:
@@ -33,6 +34,7 @@ class LeaseKeeper:
         self._saw_another = False
         self._is_away = False
         self._stopping = threading.Event()
+        self._hurry = threading.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="leases")
         self._running: Future[None] | None = None
 
@@ -43,6 +45,7 @@ class LeaseKeeper:
     def stop(self) -> None:
         """Renew no more."""
         self._stopping.set()
+        self._hurry.set()
         self._thread.shutdown()
 
     def add(self, lease: Lease, asked: float) -> None:
@@ -60,6 +63,12 @@ class LeaseKeeper:
     def holds(self, lease: Lease) -> bool:
         """Whether nobody else can have the chunk at this moment: not so in a process that was stopped for long."""
         return time.monotonic() < self._until.get(lease.token, 0.0)
+
+    def look_for_pause(self) -> None:
+        """When a lease has run out, as in a process that was stopped for a while, find out at once whose it is now."""
+        now = time.monotonic()
+        if any(now >= until for until in list(self._until.values())):
+            self._hurry.set()
 
     def news(self) -> list[tuple[Lease, Renewal]]:
         """Leases that are lost or whose job is being canceled, since the last call.
@@ -100,7 +109,12 @@ class LeaseKeeper:
                     self._until[lease.token] = asked + self._queue.lease_s
 
     def _run(self) -> None:
-        while not self._stopping.wait(min(RENEW_S, self._queue.lease_s / 3)):
+        while True:
+            if self._hurry.wait(min(RENEW_S, self._queue.lease_s / 3)):
+                self._hurry.clear()
+                time.sleep(HURRY_S)  # not more often than that while Redis is away
+            if self._stopping.is_set():
+                return
             self._try_to_renew()
 
     def _try_to_renew(self) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from minisgl_batch.errors import InputUnreachableError, OutputError
 from minisgl_jobs.leases import Lease
-from minisgl_jobs.parts import output_place
+from minisgl_jobs.parts import output_place, part_name, read_part
+from minisgl_jobs.places import Place
 from minisgl_jobs.references import ChunkReader
 from minisgl_jobs.retry import results_to_keep
 from minisgl_jobs.roots import AllowedRoots
@@ -45,7 +46,7 @@ class _Reader:
         folder = output_place(lease.spec.output)
         self._roots.check_writing(folder)
         work = ChunkWork(lease, self._chunks.read(lease.spec, lease.chunk, lease.payload))
-        if lease.epoch > 0:
+        if lease.epoch > 0 or _is_on_disk(folder, lease):
             work.keep(results_to_keep(folder, lease.chunk, work.input_sha256))
         return work
 
@@ -121,3 +122,13 @@ class ChunkLoader:
         self._pauses[job_id] = _Pause(time.monotonic() + length_s, length_s)
         logger.error("job %s is left to other workers for %.0f s: %s", job_id, length_s, reason)
         return reason
+
+
+def _is_on_disk(folder: Place, lease: Lease) -> bool:
+    """Whether the job has a part of this chunk all the same: Redis has lost the last that it was told."""
+    path = folder / part_name(lease.chunk)
+    try:
+        return path.exists() and read_part(path).info.job_id == lease.spec.job_id
+    except (OSError, OutputError) as error:
+        logger.warning("chunk %d of job %s is generated again: %s", lease.chunk, lease.spec.job_id, error)
+        return False

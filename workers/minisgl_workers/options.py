@@ -12,6 +12,20 @@ DRAIN_S = 20.0
 HANG_S = 300.0
 
 
+class Node(msgspec.Struct, frozen=True):
+    """One host of a group that is spread over several.
+
+    Attributes:
+        num_nodes: how many hosts.
+        rank: which one; the first, 0, has the frontend.
+        rendezvous: HOST:PORT, where rank 0 listens while the group comes together.
+    """
+
+    num_nodes: int
+    rank: int
+    rendezvous: str
+
+
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of one worker group.
 
@@ -23,6 +37,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
         drain_s: how long running rows may go on after the first SIGTERM before they are handed back.
         hang_s: a process of the group that has work and makes no progress for so long is taken for hanging, and the
             group is started again. More than the longest step takes, the compilation of kernels in it included.
+        node: which host of a group over several hosts this is.
         allow_roots: folders and URLs that inputs and outputs must lie under; none: they may lie anywhere.
     """
 
@@ -32,6 +47,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = LEASE_S
     drain_s: float = DRAIN_S
     hang_s: float = HANG_S
+    node: Node | None = None
     allow_roots: tuple[str, ...] = ()
 
     @property

@@ -106,7 +106,7 @@ class Supervisor:
                 if children.failure is not None:
                     return children.failure
                 if children.has_left:
-                    return None if num_signals else ChildFailed("the frontend left", False, 1)
+                    return None if num_signals else ChildFailed(f"{children.plans[0].name} left", False, 1)
                 if time.monotonic() > drained_by:
                     logger.error("the frontend did not come to an end; what was under way runs again elsewhere")
                     return None

@@ -16,7 +16,7 @@ constexpr int kTile = 16;       // tokens
 constexpr int kMaxQueries = 8;  // of a KV head
 constexpr int kWarps = 8;
 constexpr int kRingBytes = 24576;  // of a warp
-constexpr int kMinTiles = 4;       // of a worker: less isn't worth putting together again
+constexpr int kMinTiles = 8;       // of a worker: less isn't worth putting together again
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct Shape {
@@ -275,60 +275,70 @@ struct Output {
     return tensors.parts + ((int64_t{slot} * shape.num_kv_heads + kv_head) * shape.num_queries + query) * kPartSize;
   }
 
-  // In the order of the shares, whoever does it. The parts come through the ring, so that their ways overlap.
+  // In the order of the shares, whoever does it. Parts come through the ring in chunks, whose ways overlap.
   __device__ void join(const SplitRow& row) const {
-    constexpr int kPerLane = kHeadDim / 32, kAhead = 32;
-    static_assert(kAhead * kPartSize * sizeof(float) <= kRingBytes);
+    constexpr int kPerLane = kHeadDim / 32, kChunk = 8, kAhead = 5;
+    constexpr uint32_t kAll = 0xffffffffu;
+    static_assert(kAhead * kChunk * kPartSize * sizeof(float) <= kRingBytes);
     const int lane = threadIdx.x % 32, num_shares = row.last_share - row.first_share + 1;
-    const int num_parts = num_shares * shape.num_queries;
-    int next = 0, next_share = row.first_share, next_query = 0;
+    int next = 0, next_part = 0, next_query = 0;
     const auto load_next = [&] {
-      if (next < num_parts) {
-        const float* from = part(row.slot(next_share), next_query);
-        for (int i = lane * 4; i < kPartSize; i += 128) copy_async(ring + next % kAhead * kPartSize + i, from + i);
-        ++next;
-        if (++next_share > row.last_share) next_share = row.first_share, ++next_query;
+      if (next_query < shape.num_queries) {
+        float* to = ring + next++ % kAhead * (kChunk * kPartSize) + lane * 4;
+#pragma unroll 1
+        for (int i = 0; i < kChunk && next_part < num_shares; ++i, ++next_part, to += kPartSize) {
+          const float* from = part(row.slot(row.first_share + next_part), next_query) + lane * 4;
+          if (lane * 4 < kHeadDim) copy_async(to, from);
+          if (lane == 0) copy_async(to + kHeadDim, from + kHeadDim);
+        }
+        if (next_part == num_shares) next_part = 0, ++next_query;
       }
       end_of_copies();
     };
 #pragma unroll 1
     for (int i = 0; i < kAhead - 1; ++i) load_next();
     const int64_t head = (int64_t{row.number} * shape.num_kv_heads + kv_head) * shape.num_queries;
-    float highest, total, sums[kPerLane];
     int number = 0;
 #pragma unroll 1
     for (int query = 0; query < shape.num_queries; ++query) {
+      const int64_t at = (head + query) * kHeadDim + lane * kPerLane;
       T prefix[kPerLane];
-      float prefix_lse = -INFINITY;
+      float prefix_lse = -INFINITY, highest = -INFINITY, total = 0.0f, sums[kPerLane] = {};
       if (tensors.prefix_out != nullptr) {
         prefix_lse = tensors.prefix_lse[int64_t{kv_head * shape.num_queries + query} * shape.num_rows + row.number];
 #pragma unroll
-        for (int k = 0; k < kPerLane; ++k) prefix[k] = tensors.prefix_out[(head + query) * kHeadDim + lane * kPerLane + k];
+        for (int k = 0; k < kPerLane; ++k) prefix[k] = tensors.prefix_out[at + k];
       }
-      highest = -INFINITY;
-      total = 0.0f;
-#pragma unroll
-      for (int k = 0; k < kPerLane; ++k) sums[k] = 0.0f;
 #pragma unroll 1
-      for (int share = 0; share < num_shares; ++share, ++number) {
+      for (int first = 0; first < num_shares; first += kChunk, ++number) {
         wait_for_copies<kAhead - 2>();
         __syncwarp();
         load_next();
-        const float* of_part = ring + number % kAhead * kPartSize;
-        const float lse = of_part[kHeadDim], top = fmaxf(highest, lse);
-        const float factor = highest == top ? 1.0f : exp2f(highest - top), weight = lse == top ? 1.0f : exp2f(lse - top);
-        highest = top;
-        total = total * factor + weight;
+        const float* chunk = ring + number % kAhead * (kChunk * kPartSize);
+        const int size = num_shares - first < kChunk ? num_shares - first : kChunk;
+        const float lse = lane < size ? chunk[lane * kPartSize + kHeadDim] : -INFINITY;
+        float top = fmaxf(highest, lse);
 #pragma unroll
-        for (int k = 0; k < kPerLane; ++k)
-          sums[k] = sums[k] * factor + weight * of_part[lane * kPerLane + k];
+        for (int offset = kChunk / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, offset));
+        top = __shfl_sync(kAll, top, 0);
+        const float factor = exp2f(highest - top), weight = exp2f(lse - top);
+        highest = top;
+        total *= factor;
+#pragma unroll
+        for (int k = 0; k < kPerLane; ++k) sums[k] *= factor;
+        for (int i = 0; i < size; ++i) {
+          const float of_part = __shfl_sync(kAll, weight, i);
+          total += of_part;
+#pragma unroll
+          for (int k = 0; k < kPerLane; ++k) sums[k] += of_part * chunk[i * kPartSize + lane * kPerLane + k];
+        }
       }
       const float of_prefix = prefix_weight(prefix_lse, highest + log2f(total));
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
         float x = __fdividef(sums[k], total);
         if (of_prefix != 0.0f) x += (static_cast<float>(prefix[k]) - x) * of_prefix;
-        tensors.out[(head + query) * kHeadDim + lane * kPerLane + k] = static_cast<T>(x);
+        tensors.out[at + k] = static_cast<T>(x);
       }
     }
     wait_for_copies<0>();  // so that another join finds the ring empty

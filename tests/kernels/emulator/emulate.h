@@ -37,7 +37,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(1 << 17);
   std::deque<std::vector<Copy>> groups{1};
-  uint64_t given[2] = {};  // to the others of its warp
+  uint64_t given[4] = {};  // to the others of its warp
   bool done = false;
 };
 
@@ -85,16 +85,25 @@ inline void fiber_main() {
   swapcontext(&self().context, &block->scheduler);
 }
 
-// What thread `lane` of this warp gives; all of them call it, and meet.
+// What the threads of this warp give each other, from where all of them have made it to where all have read it.
+template <typename T>
+struct Exchange {
+  explicit Exchange(const T& mine) {
+    static_assert(sizeof(T) <= sizeof(self().given));
+    std::memcpy(self().given, &mine, sizeof(T));
+    meet_warp();
+  }
+  ~Exchange() { meet_warp(); }
+  T of_lane(int lane) const {
+    T theirs;
+    std::memcpy(&theirs, block->fibers[block->current / 32 * 32 + lane]->given, sizeof(T));
+    return theirs;
+  }
+};
+
 template <typename T>
 T from_lane(const T& mine, int lane) {
-  static_assert(sizeof(T) <= sizeof(self().given));
-  std::memcpy(self().given, &mine, sizeof(T));
-  meet_warp();
-  T theirs;
-  std::memcpy(&theirs, block->fibers[block->current / 32 * 32 + lane]->given, sizeof(T));
-  meet_warp();
-  return theirs;
+  return Exchange<T>(mine).of_lane(lane);
 }
 
 }  // namespace emulate
@@ -154,13 +163,10 @@ inline Pair pair_of(uint16_t low, uint16_t high) { return low | static_cast<Pair
 
 inline Pair transpose(Pair matrix) {
   const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
-  uint16_t out[2];
-  for (int i = 0; i < 2; ++i) {
-    // Element (row, column + i) of the transposed matrix is (column + i, row) of this one.
-    const Pair source = emulate::from_lane(matrix, (column + i) * 4 + row / 2);
-    out[i] = element(source, row % 2);
-  }
-  return pair_of(out[0], out[1]);
+  const emulate::Exchange<Pair> given(matrix);
+  // Element (row, column) of the transposed matrix is (column, row) of this one.
+  const auto at = [&](int i) { return element(given.of_lane((column + i) * 4 + row / 2), row % 2); };
+  return pair_of(at(0), at(1));
 }
 
 inline void load(Pair (&out)[4], const void* row, bool transposed) {
@@ -183,17 +189,19 @@ float number(uint16_t bits) {
 
 template <typename T>
 void multiply(float (&sums)[4], const Pair (&a)[4], Pair b_low, Pair b_high, T) {
-  const int lane = threadIdx.x % 32;
+  struct Given {
+    Pair a[4], b[2];
+  };
+  const emulate::Exchange<Given> given({{a[0], a[1], a[2], a[3]}, {b_low, b_high}});
+  const int row = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
   for (int k = 0; k < 16; ++k) {
-    // Column k of a: registers 0 and 1 have columns 0 to 7, 2 and 3 the others; 0 and 2 rows 0 to 7.
+    // Registers 0 and 1 of a have columns 0 to 7, 2 and 3 the others; 0 and 2 have rows 0 to 7. Of b, 0 has rows 0 to 7.
     const int holder = k % 8 / 2, high = k / 8;
-    const uint64_t mine = a[2 * high] | static_cast<uint64_t>(a[2 * high + 1]) << 32;
-    const uint64_t theirs = emulate::from_lane(mine, lane / 4 * 4 + holder);
-    const float upper = number<T>(element(static_cast<Pair>(theirs), k % 2));
-    const float lower = number<T>(element(static_cast<Pair>(theirs >> 32), k % 2));
+    const Given of_rows = given.of_lane(row * 4 + holder);
+    const float upper = number<T>(element(of_rows.a[2 * high], k % 2));
+    const float lower = number<T>(element(of_rows.a[2 * high + 1], k % 2));
     for (int column = 0; column < 2; ++column) {
-      const Pair source = emulate::from_lane(high ? b_high : b_low, (lane % 4 * 2 + column) * 4 + holder);
-      const float x = number<T>(element(source, k % 2));
+      const float x = number<T>(element(given.of_lane((first + column) * 4 + holder).b[high], k % 2));
       sums[column] += upper * x;
       sums[column + 2] += lower * x;
     }

@@ -1,14 +1,54 @@
 // The CUDA C++ kernels as functions of a library that runs on a CPU, in bf16. A tensor comes as its address and its
-// shape; otherwise the arguments are those of the kernels' functions.
+// sizes, which its strides follow; otherwise the arguments are those of the kernels' functions.
 
 #include "emulate.h"
 
+#include "add_rms_norm.cu"
+#include "norm_rope_store.cu"
 #include "one_shot.cu"
 #include "paged_decode.cu"
+#include "silu_and_mul.cu"
 
 using T = __nv_bfloat16;
 using Sizes = const int64_t*;
 using namespace minisgl;
+
+constexpr int kStrides = 4;  // where they begin
+
+extern "C" void emulate_add_rms_norm(const T* x, Sizes x_sizes, T* residual, Sizes, const T* weight, Sizes, T* normed,
+                                     Sizes, double eps, bool has_residual) {
+  const int size = x_sizes[1], threads = (size / kVector + 63) / 64 * 32;
+  const auto kernel = has_residual ? add_rms_norm_kernel<T, 2, true> : add_rms_norm_kernel<T, 2, false>;
+  emulate::launch(kernel, x_sizes[0], threads, 0, x, residual, weight, normed, x_sizes[kStrides], size, eps);
+}
+
+extern "C" void emulate_silu_and_mul(const T* gate_up, Sizes, T* out, Sizes sizes) {
+  constexpr int kThreads = 32;
+  const int width = sizes[1], num_blocks = (width / kVector + kThreads - 1) / kThreads;
+  emulate::launch(silu_and_mul_kernel<T>, sizes[0] * num_blocks, kThreads, 0, gate_up, out, width, num_blocks);
+}
+
+template <int kHeadDim>
+void norm_rope_store(const T* qkv, Sizes qkv_sizes, const T* q_norm, const T* k_norm, const T* rope,
+                     const int32_t* out_loc, T* q, Sizes q_sizes, T* k_pool, Sizes pool_sizes, T* v_pool, double eps,
+                     bool has_norms) {
+  constexpr int kThreads = 32, kPerBlock = kThreads * 2 * kVector / kHeadDim;
+  Heads heads{static_cast<int>(q_sizes[1]), static_cast<int>(pool_sizes[2])};
+  heads.num_blocks = (heads.num_heads + 2 * heads.num_kv_heads + kPerBlock - 1) / kPerBlock;
+  const auto kernel = has_norms ? norm_rope_store_kernel<T, kHeadDim, true> : norm_rope_store_kernel<T, kHeadDim, false>;
+  emulate::launch(kernel, q_sizes[0] * heads.num_blocks, kThreads, 0, qkv, q_norm, k_norm, rope, out_loc, q, k_pool,
+                  v_pool, qkv_sizes[kStrides], heads, eps);
+}
+
+extern "C" void emulate_norm_rope_store(const T* qkv, Sizes qkv_sizes, const T* q_norm, Sizes, const T* k_norm, Sizes,
+                                        const T* rope, Sizes, const int32_t* out_loc, Sizes, T* q, Sizes q_sizes,
+                                        T* k_pool, Sizes pool_sizes, T* v_pool, Sizes, double eps, bool has_norms) {
+  const auto run = [&](auto function) {
+    function(qkv, qkv_sizes, q_norm, k_norm, rope, out_loc, q, q_sizes, k_pool, pool_sizes, v_pool, eps, has_norms);
+  };
+  if (q_sizes[2] == 64) return run(norm_rope_store<64>);
+  q_sizes[2] == 128 ? run(norm_rope_store<128>) : run(norm_rope_store<256>);
+}
 
 extern "C" void emulate_paged_decode(const T* q, Sizes q_sizes, const T* k_pool, Sizes pool_sizes, const T* v_pool, Sizes,
                                      const int32_t* indptr, Sizes, const int32_t* pages, Sizes,

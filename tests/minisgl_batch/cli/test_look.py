@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import redis
 
 from minisgl_batch.client import Client
@@ -41,6 +42,8 @@ def test_a_job_from_waiting_to_finished(
         assert running["tokens"] == "123/s, 25% of prompts cached"
         assert running["workers"] == "echo-1 (chunk 0)"
         assert "left" in running
+        assert run_cli("jobs").stdout.splitlines()[1].split()[3] == "2/4"  # counted as by `status`
+        assert json.loads(run_cli("jobs", "--json").stdout)[0]["rows_done"] == 2
         assert "waiting" not in running
         record = json.loads(run_cli("status", job_id, "--json").stdout)
         assert (record["rows_done"], record["rows_ok"], record["results_spooled"]) == (2, 0, 2)
@@ -55,7 +58,21 @@ def test_a_job_from_waiting_to_finished(
     assert finished["output"] == str(tmp_path / "out")
     record = json.loads(run_cli("status", job_id, "--json").stdout)
     assert record["tokens"] == {"prompt_tokens": 40, "cached_tokens": 20, "completion_tokens": 24}
+    assert record["cached_share"] == 0.5
+    assert record["tokens_per_s"] == pytest.approx(24 / max(record["finished_at"] - record["started_at"], 1e-3))
     assert record["finished_at"] >= record["started_at"] >= record["queued_at"] >= record["created_at"]
+
+
+def test_a_job_whose_manifest_can_not_be_read(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a"], "--wait")
+    (tmp_path / "out" / "_manifest.json").write_text("{")
+    result = run_cli("status", job_id)
+    assert fields(result.stdout)["state"] == "finished"
+    assert "_manifest.json can't be read" in result.stderr
+    assert json.loads(run_cli("status", job_id, "--json").stdout)["tokens"] is None
 
 
 def test_the_list_of_jobs(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]) -> None:
@@ -68,7 +85,7 @@ def test_the_list_of_jobs(run_cli: RunCli, client: redis.Redis, submit: Callable
             api.job(first).wait(20)
         second = submit(["a"], "--overwrite", "--wait")
     header, *rows = run_cli("jobs").stdout.splitlines()
-    assert header.split() == ["JOB", "STATE", "MODEL", "ROWS", "FAILED", "SUBMITTED"]
+    assert header.split() == ["JOB", "STATE", "MODEL", "ROWS", "FAILED", "TOK/S", "LEFT", "SUBMITTED"]
     assert [row.split()[:5] for row in rows] == [
         [second, "finished", MODEL, "1/1", "0"],
         [first, "partial", MODEL, "2/2", "1"],

@@ -75,7 +75,7 @@ def test_errors_become_messages(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(Client, "jobs", fail)
+    monkeypatch.setattr(Client, "overview", fail)
     result = run_cli("jobs", code=code)
     assert result.stderr.endswith(message)
     assert result.stdout == ""
@@ -85,7 +85,7 @@ def test_a_defect_is_not_hidden(monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Client, "jobs", fail)
+    monkeypatch.setattr(Client, "overview", fail)
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         run_cli("jobs")
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from minisgl_batch.cli import worker as worker_command
 from minisgl_batch.cli.main import cli
 from minisgl_batch.config import EngineConfig
-from minisgl_workers.options import WorkerOptions
+from minisgl_workers.options import Node, WorkerOptions
 
 URL = "unix:///nowhere.sock"
 VALUES: dict[str, Any] = {
@@ -103,3 +103,27 @@ def test_the_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch, command: 
     result = CliRunner().invoke(cli, [command, *source, "--model", "m", "--redis", URL])
     assert result.exit_code == 2
     assert "(no_such_engine): pip install 'minisgl-batch[engine]'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ("--tp 2 --nodes 2", "rendezvous: several --nodes need --rendezvous HOST:PORT"),
+        ("--tp 2 --nodes 2 --rendezvous host", "rendezvous: several --nodes need"),
+        ("--tp 3 --nodes 2 --rendezvous h:1", "tp: 3 ranks can't be spread evenly over 2 hosts"),
+        ("--tp 2 --nodes 2 --node-rank 2 --rendezvous h:1", "node-rank: must be below --nodes 2"),
+        ("--tp 2 --nodes 2 --groups 2 --rendezvous h:1", "groups: a worker that is one of several"),
+        ("--node-rank 1", "nodes: --node-rank and --rendezvous are for --nodes 2 and more"),
+    ],
+)
+def test_options_of_hosts_that_do_not_fit_are_named(started: list[WorkerOptions], args: str, problem: str) -> None:
+    result = CliRunner().invoke(cli, ["worker", "--model", "m", "--redis", URL, *args.split()])
+    assert (result.exit_code, started) == (2, [])
+    assert problem.replace("_", "-") in result.output.replace("_", "-")
+
+
+def test_a_host_of_several_needs_no_redis_but_the_first(started: list[WorkerOptions]) -> None:
+    start("--tp", "4", "--nodes", "2", "--rendezvous", "a.b:29500")
+    start("--tp", "4", "--nodes", "2", "--rendezvous", "a.b:29500", "--node-rank", "1")
+    assert [options.node for options in started] == [Node(2, 0, "a.b:29500"), Node(2, 1, "a.b:29500")]
+    assert [options.redis_url for options in started] == [URL, ""]

@@ -53,7 +53,7 @@ def test_an_unfinished_job(run_cli: RunCli, client: redis.Redis, submit: Callabl
         job_id = submit(["a", "b", "c", "d"], "--chunk-rows", 3)
         wait_for("rows", lambda: half_done(job_id))
         refused = run_cli("results", job_id, code=1)
-        assert "is running: wait for its end, or ask for partial results" in refused.stderr
+        assert "is running: wait for its end, or give --partial" in refused.stderr
         (line,) = run_cli("results", job_id, "--partial").stdout.splitlines()
         assert json.loads(line)["text"] == "echo a"
         run_cli("cancel", job_id)
@@ -83,6 +83,27 @@ def test_a_file_is_there_whole_or_not_at_all(
     assert "part-000001.parquet can't be read" in run_cli("results", job_id, "-o", target, code=1).stderr
     assert os.listdir(target.parent) == ["all.jsonl"]
     assert target.read_text() == "old"
+
+
+def test_a_folder_in_place_of_a_job(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is all that is left of a `run`."""
+    with EchoWorker(client):
+        job_id = submit([{"messages": [{"role": "user", "content": "a"}]}, "b"], "--wait", "--chunk-rows", 1)
+    of_the_job = [run_cli("results", job_id, "--format", name).stdout for name in ("jsonl", "openai", "csv")]
+    client.flushdb()
+    monkeypatch.setenv("MINISGL_REDIS", "unix:///nowhere.sock")
+    for folder in ("out", tmp_path / "out", (tmp_path / "out").as_uri()):
+        found = [run_cli("results", folder, "--format", name).stdout for name in ("jsonl", "openai", "csv")]
+        assert found == of_the_job
+    record = json.loads(run_cli("results", "out", "--json", "-o", tmp_path / "all.jsonl").stdout)
+    assert (record["job_id"], record["state"], record["num_results"]) == (job_id, "finished", 2)
+    (tmp_path / "out" / "_manifest.json").unlink()
+    assert "isn't finished: --partial" in run_cli("results", "out", code=1).stderr
+    assert len(run_cli("results", "out", "--partial").stdout.splitlines()) == 2
+    (tmp_path / "empty").mkdir()
+    run_cli("results", "empty", code=4)  # a job, for all that is known
 
 
 def test_links_stay_and_pipes_are_written_to(

@@ -153,6 +153,10 @@ def test_wait_shows_what_came_of_it(run_cli: RunCli, client: redis.Redis, tmp_pa
     assert "50% of prompt tokens from the cache" in result.stderr
     assert '  "a" -> "echo a"\n  "x\\ny" -> "echo x\\ny"\n' in result.stderr
     assert len(result.stdout.splitlines()) == 1
+    with EchoWorker(client):
+        result = run_cli("submit", write_rows(source, ["a", "fail"]), "--model", MODEL, "--wait", "--json", code=1)
+    record = json.loads(result.stdout)
+    assert (record["state"], record["rows_ok"], record["rows_error"]) == ("partial", 1, 1)
 
 
 def test_a_dataset_is_not_overwritten_by_accident(
