@@ -13,21 +13,20 @@ import click
 
 from minisgl_batch.child_process import DUMP_STACKS_ENV, setup_logging
 from minisgl_batch.cli.options import engine_config, engine_options, model_option
+from minisgl_batch.cli.sections import Number, SectionedCommand, WholeNumber
 from minisgl_batch.cli.worker import require_engine
 
 _PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "transformers")
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("workloads", nargs=-1, required=True, metavar="WORKLOAD...")
 @model_option
 @engine_options
-@click.option("--repeat", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Runs of each.")
+@click.option("--repeat", type=WholeNumber(min=1), metavar="N", default=1, show_default=True, help="Runs of each.")
 @click.option("--commit", metavar="ID", default="", help="What to say was measured.")
 @click.option("--json", "file", type=click.File("a"), help="Append the lines to this file, too.")
-@click.option(
-    "--timeout-s", type=click.FloatRange(min=0, min_open=True), help="Say where it hangs and end after this time."
-)
+@click.option("--timeout-s", type=Number(min=0, min_open=True), help="Say where it hangs and end after this time.")
 def bench(
     workloads: tuple[str, ...], repeat: int, commit: str, file: TextIO | None, timeout_s: float | None, **options: Any
 ) -> None:

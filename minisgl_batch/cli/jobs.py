@@ -6,6 +6,7 @@ import click
 
 from minisgl_batch.cli.console import print_json, print_table, talk
 from minisgl_batch.cli.options import json_option, redis_option
+from minisgl_batch.cli.sections import WholeNumber
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import progress_record
 from minisgl_batch.client.show import JOB_COLUMNS, job_row
@@ -13,7 +14,7 @@ from minisgl_batch.client.show import JOB_COLUMNS, job_row
 
 @click.command()
 @click.option("--model", metavar="MODEL", help="Only jobs of this model.")
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="At most so many.")
+@click.option("--limit", type=WholeNumber(min=1), default=20, show_default=True, help="At most so many.")
 @redis_option
 @json_option
 def jobs(model: str | None, limit: int, redis_url: str | None, as_json: bool) -> None:

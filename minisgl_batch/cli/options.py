@@ -10,17 +10,22 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from minisgl_batch.cli.sections import Number, SectionOption, WholeNumber
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig
 from minisgl_batch.errors import MiniSGLError
-from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.sampling_params import MAX_N, SamplingParams
 from minisgl_jobs.faults import MAX_SHOWN
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_COUNT: dict[str, Any] = {"type": click.IntRange(min=1), "metavar": "N"}
+ATTENTION_BACKENDS = "auto, torch, triton, fa, fi, trtllm, fa,cuda and fa,fi"
+ENGINE = "Engine (or in the environment as MINISGL_..., such as MINISGL_TP)"
+SAMPLING = "Sampling"
+_FLAGS = ("ignore_eos", "include_stop_str_in_output")
+_COUNT: dict[str, Any] = {"type": WholeNumber(min=1), "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _REAL: dict[str, Any] = {"type": float, "metavar": "X"}
-_SAMPLING_FIELDS = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "ignore_eos")
+_SAMPLING_FIELDS = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "stop_token_ids", *_FLAGS)
 _READ_FIELDS = ("system", "template", "prompt_column", "messages_column", "chat", "limit", "on_error", "max_faults")
 _SUBMISSION_FIELDS = ("model", "output", "seed", "chunk_rows", "token_ids", "overwrite", "job_id")
 _TRANSPORTS: dict[bool | None, str] = {None: "auto", True: "reference", False: "value"}
@@ -47,16 +52,12 @@ def job_shell_complete(ctx: click.Context, _param: click.Parameter, incomplete: 
     return []
 
 
-def number_between(low: float, high: float) -> Callable[[str], float]:
-    """A number as an option's type; unlike click's own it refuses NaN."""
-
-    def number(text: str) -> float:
-        value = float(text)
-        if not low <= value <= high:
-            raise click.BadParameter(f"{text} is not between {low:g} and {high:g}")
-        return value
-
-    return number
+def token_ids(text: str) -> tuple[int, ...]:
+    """Ids with commas between them."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} isn't token ids such as 1,2") from None
 
 
 redis_option = click.option(
@@ -79,21 +80,32 @@ model_option = click.option(
 
 def _engine_option(name: str, help_text: str, **settings: Any) -> Callable[[Function], Function]:
     variable = "MINISGL_" + name.partition("/")[0].removeprefix("--").upper().replace("-", "_")
-    return click.option(name, envvar=variable, help=f"{help_text}  [env: {variable}]", **settings)
+    return click.option(
+        name, cls=SectionOption, section=ENGINE, envvar=variable, help=help_text, show_default=True, **settings
+    )
+
+
+def _sampling_option(name: str, help_text: str, **settings: Any) -> Callable[[Function], Function]:
+    return click.option(name, cls=SectionOption, section=SAMPLING, help=help_text, **settings)
 
 
 engine_options = _all(
+    _engine_option("--device", "Where to compute.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
+    _engine_option("--tp", "Ranks that share the model, each with a device of its own.", default=1, **_COUNT),
+    _engine_option("--max-seq-len", "Longest prompt + output; by default the model's context.", **_COUNT),
+    _engine_option("--max-running", "Most requests in one decode step.", **_COUNT),
+    _engine_option("--memory-ratio", "Share of free memory for weights and KV cache.", type=Number(0, 1), metavar="X"),
+    _engine_option("--dtype", "Compute type.", type=click.Choice(get_args(Dtype)), default="auto"),
+    _engine_option(
+        "--attention-backend",
+        f"One of {ATTENTION_BACKENDS} (PREFILL,DECODE).",
+        default="auto",
+        metavar="NAME",
+    ),
+    _engine_option("--cache", "Reuse prefixes, or not.", type=click.Choice(get_args(CacheKind)), default="radix"),
     _engine_option("--page-size", "Tokens per KV cache page.", **_COUNT),
     _engine_option("--num-pages", "KV cache pages; by default, as memory allows.", **_COUNT),
-    _engine_option("--max-running", "Most requests in one decode step.", **_COUNT),
     _engine_option("--max-prefill-tokens", "Token budget of one prefill step.", **_COUNT),
-    _engine_option("--max-seq-len", "Longest prompt + output; by default the model's context.", **_COUNT),
-    _engine_option(
-        "--memory-ratio", "Share of free memory for weights and KV cache.", type=click.FloatRange(0, 1), metavar="X"
-    ),
-    _engine_option("--dtype", "Compute type.", type=click.Choice(get_args(Dtype)), default="auto"),
-    _engine_option("--attention-backend", "A backend, or PREFILL,DECODE.", default="auto", metavar="NAME"),
-    _engine_option("--cache", "Reuse prefixes, or not.", type=click.Choice(get_args(CacheKind)), default="radix"),
     _engine_option("--overlap/--no-overlap", "Prepare a step while another runs.", default=None),
     _engine_option(
         "--cuda-graph-max-bs", "Largest decode step to capture as a CUDA graph; 0: none.", type=int, metavar="N"
@@ -102,24 +114,26 @@ engine_options = _all(
     _engine_option(
         "--share-prefixes/--no-share-prefixes", "Attend to a common prefix once for all its rows.", default=True
     ),
-    _engine_option("--tp", "Ranks that share the model, each with a device of its own.", default=1, **_COUNT),
-    _engine_option("--check-ranks", "Compare what the ranks run every N steps.", default=0, hidden=True, **_NUMBER),
     _engine_option("--pynccl/--no-pynccl", "Between GPUs, use NCCL from Python, or torch's.", default=True),
+    _engine_option("--check-ranks", "Compare what the ranks run every N steps.", default=0, hidden=True, **_NUMBER),
     _engine_option("--dummy-weights", "Random weights, for benchmarks.", is_flag=True),
-    _engine_option("--device", "Where to compute.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
     _engine_option("--served-model-name", "What jobs call the model.", metavar="NAME"),
 )
 
 sampling_options = _all(
-    click.option("--max-tokens", help="Most tokens to generate a row; by default, up to the context.", **_NUMBER),
-    click.option("--temperature", help="0 is greedy.  [default: the model's]", **_REAL),
-    click.option("--top-p", help="Keep the smallest set of tokens of this probability.", **_REAL),
-    click.option("--top-k", help="Keep the k most probable tokens.", **_NUMBER),
-    click.option("--min-p", help="Drop tokens below this share of the best one's probability.", **_REAL),
-    click.option("--seed", help="Make the job repeatable.  [default: random, recorded]", **_NUMBER),
-    click.option("--n", help="Samples per row.", **_NUMBER),
-    click.option("--stop", multiple=True, metavar="TEXT", help="Cut the text before this; may be repeated."),
-    click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token."),
+    _sampling_option("--max-tokens", "Most tokens to generate a row; by default, up to the context.", **_NUMBER),
+    _sampling_option("--temperature", "0 (greedy) to 100.  [default: the model's]", **_REAL),
+    _sampling_option(
+        "--top-p", "Keep the smallest set of tokens of this probability, above 0 and up to 1.  [default: 1]", **_REAL
+    ),
+    _sampling_option("--top-k", "Keep the k most probable tokens; 0 or -1: all.", **_NUMBER),
+    _sampling_option("--min-p", "Drop tokens below this share, 0 to 1, of the best one's probability.", **_REAL),
+    _sampling_option("--seed", "Draw the same again: see docs/results.md.  [default: random, recorded]", **_NUMBER),
+    _sampling_option("--n", f"Samples per row, 1 to {MAX_N:,}.", **_NUMBER),
+    _sampling_option("--stop", "Cut the text before this; may be repeated.", multiple=True, metavar="TEXT"),
+    _sampling_option("--stop-token-ids", "Stop at any of these tokens.", type=token_ids, metavar="N,N"),
+    _sampling_option("--include-stop-str-in-output", "Keep what stopped the text.", is_flag=True),
+    _sampling_option("--ignore-eos", "Go on after an end-of-sequence token.", is_flag=True),
 )
 
 input_options = _all(
@@ -146,7 +160,7 @@ input_options = _all(
     ),
     click.option(
         "--max-faults",
-        type=click.IntRange(min=0),
+        type=WholeNumber(min=0),
         metavar="N",
         default=MAX_SHOWN,
         show_default=True,
@@ -154,7 +168,7 @@ input_options = _all(
     ),
     click.option(
         "--chunk-rows",
-        type=click.IntRange(1, 256),
+        type=WholeNumber(1, 256),
         metavar="N",
         default=256,
         show_default=True,
@@ -186,7 +200,7 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
         InvalidParameterError: a value can't be used; names the field.
     """
     given = {name: options[name] for name in _SAMPLING_FIELDS}
-    given |= {name: given[name] or None for name in ("stop", "ignore_eos")}
+    given |= {name: given[name] or None for name in ("stop", *_FLAGS)}
     return SamplingParams(**given)
 
 

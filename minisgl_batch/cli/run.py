@@ -25,6 +25,7 @@ from minisgl_batch.cli.options import (
 )
 from minisgl_batch.cli.progress import follow
 from minisgl_batch.cli.report import exit_code, report
+from minisgl_batch.cli.sections import SectionedCommand
 from minisgl_batch.cli.service import open_redis
 from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.submit import tell_of_input
@@ -38,7 +39,7 @@ from minisgl_workers.options import WorkerOptions
 WORKER_LOG = "_worker.log"  # data tools pass over names with a leading underscore
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("source", metavar="FILE")
 @model_option
 @input_options

@@ -13,8 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from minisgl_batch.cli.console import print_fields, print_json, print_line, talk
-from minisgl_batch.cli.options import job_shell_complete, json_option, number_between, redis_option
+from minisgl_batch.cli.options import job_shell_complete, json_option, redis_option
 from minisgl_batch.cli.report import exit_code
+from minisgl_batch.cli.sections import Number, WholeNumber
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.watch import table, watch
 from minisgl_batch.client import Progress
@@ -30,9 +31,9 @@ from minisgl_jobs.status import JobStatus, WorkerInfo
 @click.command()
 @click.argument("job_id", metavar="[JOB]", required=False, shell_complete=job_shell_complete)
 @click.option("--watch", "is_watch", is_flag=True, help="Again and again, until the job has ended or Ctrl-C.")
-@click.option("--interval", type=number_between(0.05, 3600), default=1.0, show_default=True, metavar="SECONDS")
+@click.option("--interval", type=Number(0.05, 3600), default=1.0, show_default=True, metavar="SECONDS")
 @click.option("--model", metavar="MODEL", help="Without JOB: only jobs and workers of this model.")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="Without JOB: most jobs.")
+@click.option("--limit", type=WholeNumber(1, 10_000), default=20, show_default=True, help="Without JOB: most jobs.")
 @redis_option
 @json_option
 @click.pass_context

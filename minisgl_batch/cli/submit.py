@@ -20,6 +20,7 @@ from minisgl_batch.cli.options import (
 )
 from minisgl_batch.cli.progress import follow
 from minisgl_batch.cli.report import exit_code, report
+from minisgl_batch.cli.sections import SectionedCommand
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.times import parse_moment
@@ -30,7 +31,7 @@ from minisgl_jobs.status import JobStatus
 from minisgl_jobs.submission import Submission, prepare
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @click.argument("source", metavar="FILE")
 @model_option
 @input_options

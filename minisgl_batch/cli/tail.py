@@ -18,6 +18,7 @@ from rich.text import Text
 from minisgl_batch.cli.console import print_json, print_line, stdout_console, talk
 from minisgl_batch.cli.options import job_argument, json_option, redis_option
 from minisgl_batch.cli.report import exit_code
+from minisgl_batch.cli.sections import WholeNumber
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.words import harmless, one_line
 from minisgl_jobs.reader import Event, JobChanged
@@ -30,7 +31,7 @@ EVENT_NAMES = {JobChanged: "job", RowStarted: "started", RowText: "text", RowFin
 
 @click.command()
 @job_argument
-@click.option("--row", type=click.IntRange(min=0), help="Only this row, its text as it comes.")
+@click.option("--row", type=WholeNumber(min=0), help="Only this row, its text as it comes.")
 @redis_option
 @json_option
 @click.pass_context

@@ -11,6 +11,7 @@ import click
 from minisgl_batch.child_process import setup_logging
 from minisgl_batch.cli.console import print_json, talk
 from minisgl_batch.cli.options import engine_config, engine_options, json_option, model_option, redis_option
+from minisgl_batch.cli.sections import Number, SectionedCommand, WholeNumber
 from minisgl_batch.cli.service import open_redis
 from minisgl_batch.errors import InvalidParameterError, UsageError
 from minisgl_jobs.connection import safe_url
@@ -28,14 +29,14 @@ class Root(click.types.StringParamType):
     envvar_list_splitter = SEPARATOR
 
 
-@click.command()
+@click.command(cls=SectionedCommand)
 @model_option
 @redis_option
 @engine_options
-@click.option("--lease-s", type=click.FloatRange(min=0.5), default=LEASE_S, show_default=True, hidden=True)
+@click.option("--lease-s", type=Number(min=0.5), default=LEASE_S, show_default=True, hidden=True)
 @click.option(
     "--drain-s",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=DRAIN_S,
     show_default=True,
     help="How long running rows may go on after the first Ctrl-C or SIGTERM, in seconds.",
@@ -51,7 +52,7 @@ class Root(click.types.StringParamType):
 )
 @click.option(
     "--hang-s",
-    type=click.FloatRange(min=1),
+    type=Number(min=1),
     default=HANG_S,
     show_default=True,
     help="A process that has work and makes no progress for so many seconds hangs: the group is started again.",
@@ -59,7 +60,7 @@ class Root(click.types.StringParamType):
 @click.option(
     "--groups",
     "num_groups",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     default=1,
     show_default=True,
@@ -68,14 +69,14 @@ class Root(click.types.StringParamType):
 @click.option(
     "--nodes",
     "num_nodes",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     metavar="N",
     default=1,
     show_default=True,
     help="Hosts that the ranks of --tp are spread over; start a worker on each.",
 )
 @click.option(
-    "--node-rank", type=click.IntRange(min=0), metavar="R", default=0, help="Which of the hosts this is, from 0."
+    "--node-rank", type=WholeNumber(min=0), metavar="R", default=0, help="Which of the hosts this is, from 0."
 )
 @click.option("--rendezvous", metavar="HOST:PORT", help="Where the hosts' ranks meet: an address of the first host.")
 @json_option

@@ -78,15 +78,16 @@ class Group:
         output = SampleOutput(0, "" if fails else text, [1, 2], "error" if fails else "stop", None, 3, 0, None, error)
         work.finish(row, sample, 7, time.time(), output)
 
-    def commit(self, work: ChunkWork) -> None:
-        """Wait until a complete chunk is committed and its rename confirmed."""
+    def commit(self, work: ChunkWork, *, is_renamed: bool = True) -> None:
+        """Wait until a complete chunk is committed and, unless that is to fail, its rename confirmed."""
 
         def is_committed() -> bool:
             self.delivery.tick(self.info, take=False)
-            return work not in self.delivery.works
+            renames = self.queue.keys.job(work.job_id, "renames")
+            is_confirmed = not self.client.hexists(renames, str(work.lease.chunk))
+            return work not in self.delivery.works and (is_confirmed or not is_renamed)
 
         wait_for("the commit", is_committed)
-        self.delivery.tick(self.info, take=False)
 
     def run_some(self, work: ChunkWork, num_rows: int) -> list[Row]:
         """Generate the first rows of a chunk and spool them; returns those that are left."""

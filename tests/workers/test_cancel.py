@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,13 +53,17 @@ def leave(client: redis.Redis) -> None:
 def commit_without_rename(running: Group, work: ChunkWork, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a chunk whose worker dies after the commit."""
 
+    has_failed = threading.Event()
+
     def fail(*_: object) -> None:
+        has_failed.set()
         raise OutputError("as the test wishes")
 
     running.run(work)
     with monkeypatch.context() as patch:
-        patch.setattr("minisgl_workers.delivery.commit_part", fail)
-        running.commit(work)
+        patch.setattr("minisgl_workers.part_writer.commit_part", fail)
+        running.commit(work, is_renamed=False)
+        assert has_failed.wait(10)
 
 
 def manifest(folder: Path) -> dict[str, object]:

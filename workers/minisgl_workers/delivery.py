@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from minisgl_batch.errors import OutputError, RedisFullError, RedisUnavailableError
+from minisgl_batch.errors import RedisFullError, RedisUnavailableError
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.leases import ChunkQueue, Commit, Lease, Renewal
 from minisgl_jobs.outbox import Outbox
-from minisgl_jobs.parts import commit_part, output_place
 from minisgl_jobs.places import Place
 from minisgl_jobs.scripts import redis_errors
 from minisgl_jobs.spool import encode_result
@@ -25,7 +24,7 @@ from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.tasks import TaskQueue, dispatch_finalise, dispatch_starts
 from minisgl_workers.lease_keeper import LeaseKeeper
 from minisgl_workers.loading import ChunkLoader
-from minisgl_workers.part_writer import PartWriter, discard
+from minisgl_workers.part_writer import PartRenamer, PartWriter
 from minisgl_workers.work import ChunkWork
 
 logger = logging.getLogger(__name__)
@@ -76,6 +75,7 @@ class Delivery:
         self._low_water = low_water
         self._loader = loader or ChunkLoader()
         self._writer = PartWriter()
+        self._renamer = PartRenamer()
         self._written: list[tuple[ChunkWork, Place]] = []  # on disk, to be committed
         self._unconfirmed: list[Lease] = []  # renames that Redis wasn't told of
         self._unread: list[tuple[Lease, str]] = []  # chunks whose rows can't be read here, and why
@@ -142,6 +142,8 @@ class Delivery:
             self._commit()
             self._writer.finish(LAST_WRITES_S)
             self._commit_written()
+            self._renamer.finish(LAST_WRITES_S)
+            self._queue.renamed(self._renamer.renamed())
             for work in self.works:
                 self._spool_work(work)
             self._queue.handback([*(work.lease for work in self.works), *self._loader.leases])
@@ -241,6 +243,7 @@ class Delivery:
             if work.is_complete and not work.is_written:
                 self._writer.write(work)
         self._commit_written()
+        self._unconfirmed += self._renamer.renamed()
         if self._unconfirmed:
             self._queue.renamed(self._unconfirmed)
             self._unconfirmed.clear()
@@ -257,22 +260,17 @@ class Delivery:
         """A part is on disk: commit its chunk."""
         lease = work.lease
         if work.is_stopped:
-            discard(pending)
+            self._renamer.discard(pending)
             return
         rows_ok, rows_error = work.count_rows()
         if self._queue.complete(lease, rows_ok=rows_ok, rows_error=rows_error) is Commit.STALE:
-            discard(pending)
+            self._renamer.discard(pending)
             self._drop(work)
             return
         self._let_go(work)
         self.spooled.extend((work, key) for key in work.unspooled)
         self._due["tasks"] = 0.0
-        try:
-            commit_part(output_place(lease.spec.output), lease.chunk, lease.epoch, lease.token)
-        except OutputError as error:
-            logger.error("finalise will do this rename: %s", error)
-        else:
-            self._unconfirmed.append(lease)
+        self._renamer.rename(lease)
 
     def _heartbeat(self, info: WorkerInfo) -> None:
         if self._is_due("heartbeat"):

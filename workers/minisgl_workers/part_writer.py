@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from minisgl_batch.errors import OutputError
 from minisgl_jobs.kept import add_columns
-from minisgl_jobs.parts import PartInfo, output_place, remove_file, write_part
+from minisgl_jobs.leases import Lease
+from minisgl_jobs.parts import PartInfo, commit_part, output_place, remove_file, write_part
 from minisgl_jobs.places import Place
 from minisgl_jobs.results import results_to_table
 from minisgl_workers.work import ChunkWork
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0
 REMIND_S = 60.0  # between log lines about the same trouble
+RENAME_THREADS = 4
 MAX_UNCOMMITTED = 8  # complete chunks in memory; more are a disk that can't keep up
 
 
@@ -103,8 +105,50 @@ class PartWriter:
             self._refused.insert(0, work)
 
 
-def discard(pending: Place) -> None:
-    """Remove a part that won't be committed."""
+class PartRenamer:
+    """Committed parts on their way to their final names, and others on their way out. For one thread.
+
+    What can't be done here, finalise does. An object store takes its time, which must not be the frontend's.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=RENAME_THREADS, thread_name_prefix="rename")
+        self._renaming: list[tuple[Lease, Future[None]]] = []
+
+    def rename(self, lease: Lease) -> None:
+        """Give the part of a committed chunk its name."""
+        self._renaming.append((lease, self._threads.submit(_rename, lease)))
+
+    def discard(self, pending: Place) -> None:
+        """Remove a part that won't be committed."""
+        self._threads.submit(_discard, pending)
+
+    def renamed(self) -> list[Lease]:
+        """Those whose parts have their names since the last call."""
+        done = [(lease, renaming) for lease, renaming in self._renaming if renaming.done()]
+        self._renaming = [(lease, renaming) for lease, renaming in self._renaming if not renaming.done()]
+        return [lease for lease, renaming in done if _succeeded(renaming)]
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for what is under way, and begin no more."""
+        wait([renaming for _, renaming in self._renaming], timeout_s)
+        self._threads.shutdown(wait=False)
+
+
+def _rename(lease: Lease) -> None:
+    commit_part(output_place(lease.spec.output), lease.chunk, lease.epoch, lease.token)
+
+
+def _succeeded(renaming: Future[None]) -> bool:
+    try:
+        renaming.result()
+    except OutputError as error:
+        logger.error("finalise will do this rename: %s", error)
+        return False
+    return True
+
+
+def _discard(pending: Place) -> None:
     try:
         remove_file(pending)
     except OutputError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from minisgl_batch.attention.registry import _BACKENDS
 from minisgl_batch.cli import worker as worker_command
 from minisgl_batch.cli.main import cli
 from minisgl_batch.config import EngineConfig
@@ -81,11 +83,30 @@ def test_no_overlap(started: list[WorkerOptions]) -> None:
     assert [options.engine.overlap for options in started] == [False, False]
 
 
+def test_help_has_sections_and_names_what_can_be_given() -> None:
+    shown = CliRunner().invoke(cli, ["run", "--help"]).output
+    everyday, sampling, engine = re.split(r"\n(?:Sampling|Engine .*):\n", shown)
+    assert "--output" in everyday
+    assert "--temperature" in sampling
+    assert "--page-size" in engine
+    assert not re.search("--(temperature|page-size)", everyday)
+    for backend in ("auto", *_BACKENDS):
+        assert re.search(rf"\b{backend}\b", engine)
+
+
+def test_values_of_the_environment_that_are_no_numbers() -> None:
+    for name, kind in (("PAGE_SIZE", "whole number"), ("MEMORY_RATIO", "number")):
+        result = CliRunner().invoke(cli, ["worker", "--model", "m"], env={f"MINISGL_{name}": "abc"})
+        assert result.exit_code == 2
+        assert f"Invalid value for the variable MINISGL_{name}: 'abc' is not a valid {kind}." in result.output
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--page-size", "0"], "0 is not in the range x>=1"),
         (["--cache", "lru"], "'lru' is not one of 'radix', 'naive'"),
+        (["--memory-ratio", "nan"], "'nan' is not a number"),
         (["--memory-ratio", "0"], "--memory-ratio: must be in (0, 1], got 0"),
     ],
 )
