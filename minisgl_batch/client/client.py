@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -172,7 +172,7 @@ class Client:
         """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis."""
         spec, folder = submission.spec, output_place(submission.spec.output)
         first = after.id if isinstance(after, JobHandle) else after or ""
-        start_s = start_at.timestamp() if start_at is not None else 0.0
+        start_s = _unix_seconds(start_at)
         if first:
             self.check_predecessor(first)
         if submission.overwrite:
@@ -332,6 +332,15 @@ class Client:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _unix_seconds(start_at: datetime | None) -> float:
+    if start_at is None:
+        return 0.0
+    try:
+        return datetime.fromtimestamp(start_at.timestamp(), timezone.utc).timestamp()
+    except (AttributeError, ValueError, OverflowError, OSError):
+        raise InvalidParameterError("start_at", f"must be a datetime that can be counted, got {start_at!r}") from None
 
 
 @contextmanager
