@@ -28,7 +28,7 @@ MAX_UNCOMMITTED = 8  # complete chunks in memory; more are a disk that can't kee
 class PartWriter:
     """Chunks on their way to disk. For one thread.
 
-    A part that can't be written stays, and with it all that come after it. They are tried in turn, since they may belong
+    A part that can't be written stays, and with it all that come after it. They are tried in turn, since they may be of
     to different folders, until one can be written.
 
     Attributes:
