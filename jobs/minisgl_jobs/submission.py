@@ -211,9 +211,12 @@ def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
     if safe_name(name) != name:
         raise InvalidParameterError("output", f"must be a URL without a question mark: {safe_name(name)}?...")
     try:
-        return place(name)
+        folder = place(name)
     except UsageError as error:
         raise InvalidParameterError("output", str(error)) from None
+    if os.path.exists(str(folder)) and not os.path.isdir(str(folder)):
+        raise InvalidParameterError("output", f"{folder} is a file: name a folder, which may be a new one")
+    return folder
 
 
 def _check_arguments(source: Source, model: str, chunk_rows: int, seed: int | None, job_id: str) -> None:

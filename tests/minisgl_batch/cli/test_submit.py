@@ -175,13 +175,24 @@ def test_a_dataset_is_not_overwritten_by_accident(
     with EchoWorker(client):
         job_id = submit(["a"], "--wait")
         source = write_rows(tmp_path / "in.jsonl", ["b"])
-        result = run_cli("submit", source, "--model", MODEL, "-o", tmp_path / "out", code=1)
+        result = run_cli("submit", source, "--model", MODEL, "-o", tmp_path / "out", code=2)
         assert (
-            f"holds the output of job {job_id}, which is another: its rows differ, first among rows 0 to 0"
+            f"holds the output of job {job_id}, which is another: its rows differ, first among row_index 0 to 0"
             in result.stderr
         )
         assert "choose another folder, or overwrite it with --overwrite" in result.stderr
         submit(["b"], "--wait", "--overwrite")
+
+
+def test_names_that_can_not_be_used(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    result = run_cli("submit", source, "--model", MODEL, "-o", source, code=2)
+    assert f"--output: {source} is a file: name a folder" in result.stderr
+    run_cli("submit", source, "--model", MODEL, "--job-id", "mine")
+    other = write_rows(tmp_path / "other.jsonl", ["b"])
+    taken = run_cli("submit", other, "--model", MODEL, "--job-id", "mine", "-o", "new", code=2)
+    assert "job mine exists and is another one" in taken.stderr
+    end(client, "mine")
 
 
 def test_models_that_openai_lines_name(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
