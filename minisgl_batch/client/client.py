@@ -83,6 +83,7 @@ class Client:
         template: str | None = None,
         prompt_column: str | None = None,
         messages_column: str | None = None,
+        settings: bool = True,
         keep_columns: Sequence[str] = (),
         chat: bool | None = None,
         limit: int | None = None,
@@ -106,7 +107,8 @@ class Client:
             model: the name that workers serve it as.
             output: a folder or URL that the workers see; by default `outputs/<job id>` here.
             params: sampling of rows that don't say otherwise.
-            system, template, prompt_column, messages_column, keep_columns, chat, limit, on_error: see `ReadOptions`.
+            system, template, prompt_column, messages_column, settings, keep_columns, chat, limit, on_error: see
+                `ReadOptions`.
             priority: "high", "normal" or "low".
             chunk_rows: rows per unit of delivery, which is one Parquet part.
             seed: makes the samples of rows without a seed of their own repeatable.
@@ -137,6 +139,7 @@ class Client:
             template=template,
             prompt_column=prompt_column,
             messages_column=messages_column,
+            settings=settings,
             keep_columns=tuple(keep_columns),
             chat=chat,
             limit=limit,
