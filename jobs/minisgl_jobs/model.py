@@ -74,6 +74,7 @@ class InputReference(msgspec.Struct, frozen=True, omit_defaults=True):
     template: str | None = None
     prompt_column: str | None = None
     messages_column: str | None = None
+    settings: bool = True
     keep_columns: tuple[str, ...] = ()
     chat: bool | None = None
 

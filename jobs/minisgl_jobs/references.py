@@ -102,6 +102,7 @@ class ChunkReader:
             template=source.template,
             prompt_column=source.prompt_column,
             messages_column=source.messages_column,
+            settings=source.settings,
             keep_columns=source.keep_columns,
             system=spec.system,
             chat=source.chat,

@@ -54,6 +54,8 @@ class ReadOptions:
             uses means nothing else; columns that it doesn't use are passed over.
         prompt_column, messages_column: the field that holds the prompts, or the chat messages, where it isn't called
             so; other columns are passed over.
+        settings: whether, beside a template or such a column, fields called as sampling settings, `custom_id` and
+            `metadata` mean that; in a dataset they may be data.
         keep_columns: fields that are copied to the output.
         system: the job's system message, which the worker puts before messages that have none.
         chat: make each prompt (also a template's) one user message, which the model's chat template renders; without
@@ -69,6 +71,7 @@ class ReadOptions:
     template: str | None = None
     prompt_column: str | None = None
     messages_column: str | None = None
+    settings: bool = True
     keep_columns: tuple[str, ...] = ()
     system: str | None = None
     chat: bool | None = None
@@ -83,6 +86,8 @@ class ReadOptions:
         given += ["template"] if self.template is not None else []
         if len(given) > 1:
             raise InvalidParameterError(given[0], f"stands beside {given[1]}: give one of them")
+        if not self.settings and not given:
+            raise InvalidParameterError("settings", "can be left only beside a template, a prompt or a messages column")
         if "" in self.keep_columns or len(set(self.keep_columns)) != len(self.keep_columns):
             raise InvalidParameterError("keep_columns", "must be names of columns, each once")
         if self.limit is not None and self.limit < 1:
@@ -142,6 +147,8 @@ class RowReader:
         prompt, messages = self._options.prompt_column, self._options.messages_column
         column = prompt or messages
         self._column = None if column is None else (column, "prompt" if messages is None else "messages")
+        self._is_bare = not self._options.settings
+        self._prompt_fields = list(self._options.columns.wanted)
         self._makes_chat = self._options.makes_chat
         self._is_whole = is_whole
         self._custom_ids = CustomIdIndex()
@@ -197,7 +204,8 @@ class RowReader:
                 raise record.problem
             else:
                 fields = record.values
-            return self._checked_row(row_index, number, place, fields, record)
+            used = {name: fields[name] for name in self._prompt_fields if name in fields} if self._is_bare else fields
+            return self._checked_row(row_index, number, place, used, record)
         except FieldError as found:
             fault = found.at(file, number, place)
         finally:
@@ -208,8 +216,8 @@ class RowReader:
             return fault
         return Row(
             row_index=row_index,
-            custom_id=_readable(lambda: read_custom_id(fields)),
-            metadata=_readable(lambda: self._metadata(fields, record)),
+            custom_id="" if self._is_bare else _readable(lambda: read_custom_id(fields)),
+            metadata="" if self._is_bare else _readable(lambda: self._metadata(fields, record)),
             error=RowError("invalid_request", describe_fault(fault)),
         )
 

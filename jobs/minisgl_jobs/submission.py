@@ -186,6 +186,7 @@ def _reference(uri: str, read: ReadOptions) -> InputReference:
         template=read.template,
         prompt_column=read.prompt_column,
         messages_column=read.messages_column,
+        settings=read.settings,
         keep_columns=read.keep_columns,
         chat=read.chat,
     )

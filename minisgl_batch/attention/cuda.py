@@ -11,7 +11,7 @@ from minisgl_batch.attention.base import AttnHeads, AttnSpec, BackendSetup
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
 from minisgl_batch.attention.fa import FlashAttnExtend
 from minisgl_batch.attention.hybrid import HybridBackend
-from minisgl_batch.attention.parts import OwnPagesPart
+from minisgl_batch.attention.parts import OwnPagesPart, PrefixCosts
 from minisgl_batch.attention.two_level import TwoLevelDecode
 from minisgl_batch.batch import IntArray
 from minisgl_batch.errors import InvalidParameterError
@@ -23,7 +23,7 @@ from minisgl_kernels.paged_decode import HEAD_DIMS, MAX_GROUP, TILE, can_run, ma
 class CudaDecode(OwnPagesPart):
     """Attention of decode rows over their own page lists. `prepared` is those lists, in the decode buffers."""
 
-    us_per_saved_mib = 0.12
+    prefix_costs = PrefixCosts(per_saved_mib=0.113, per_row=0.09, per_row_and_head=0.0009)
 
     def __init__(self, pool: MHAKVCache, heads: AttnHeads, buffers: DecodeBuffers, num_workers: int | None = None):
         """

@@ -17,7 +17,7 @@ from minisgl_batch.attention.base import AttnHeads, AttnSpec, BackendSetup
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
 from minisgl_batch.attention.fa import FlashAttnExtend
 from minisgl_batch.attention.hybrid import HybridBackend
-from minisgl_batch.attention.parts import ExtendPart, OwnPagesPart
+from minisgl_batch.attention.parts import ExtendPart, OwnPagesPart, PrefixCosts
 from minisgl_batch.attention.two_level import TwoLevelDecode
 from minisgl_batch.batch import ForwardBatch, IntArray
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
@@ -41,7 +41,7 @@ class FlashInferDecode(OwnPagesPart):
         device = pool.k(0).device
         needs_tensor_cores = heads.num_heads // heads.num_kv_heads not in CUDA_CORE_GROUPS
         self._use_tensor_cores = needs_tensor_cores if use_tensor_cores is None else use_tensor_cores
-        self.us_per_saved_mib = 0.12 if self._use_tensor_cores else 0.2
+        self.prefix_costs = PrefixCosts(0.12 if self._use_tensor_cores else 0.2, per_row=0.0, per_row_and_head=0.0031)
         self._pool = pool
         self._heads = heads
         self._buffers = buffers

@@ -6,6 +6,7 @@ Interfaces only; `fa`, `fi` and `two_level` implement them, `hybrid` puts them t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,15 +52,29 @@ class DecodePart(ABC):
         """(num_rows, num_heads, head_dim) -> the same shape."""
 
 
+@dataclass(frozen=True)
+class PrefixCosts:
+    """Microseconds a layer, fitted to an H200 at 64 and 256 rows and prefixes of 256 to 2,048 tokens.
+
+    Attributes:
+        per_saved_mib: of keys and values, where rows that share them would read them one by one and find some of them
+            in the L2 cache: less than at the memory's speed.
+        per_row, per_row_and_head: of attending to prefixes and joining.
+    """
+
+    per_saved_mib: float
+    per_row: float
+    per_row_and_head: float
+
+
 class OwnPagesPart(DecodePart):
     """A half for decode rows that can join its result with attention over a prefix that their own page lists leave out.
 
     Attributes:
-        us_per_saved_mib: what a MiB of keys and values costs it, in microseconds, where rows that share them read them
-            one by one and find some of them in the L2 cache.
+        prefix_costs: when that is worth it.
     """
 
-    us_per_saved_mib: float
+    prefix_costs: PrefixCosts
 
     @abstractmethod
     def forward_behind(

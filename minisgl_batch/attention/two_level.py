@@ -14,7 +14,7 @@ import torch
 from minisgl_batch.attention import flash_attn
 from minisgl_batch.attention.base import AttnHeads, AttnSpec
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
-from minisgl_batch.attention.parts import OwnPagesPart, TwoLevelPart
+from minisgl_batch.attention.parts import OwnPagesPart, PrefixCosts, TwoLevelPart
 from minisgl_batch.batch import IntArray, SharingCosts
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
 
@@ -23,7 +23,7 @@ class TwoLevelDecode(TwoLevelPart):
     """See the module's docstring."""
 
     def __init__(self, pool: MHAKVCache, heads: AttnHeads, own: OwnPagesPart, buffers: DecodeBuffers) -> None:
-        self.costs = _costs(heads, pool, own, buffers.max_groups)
+        self.costs = _costs(heads, pool, own.prefix_costs, buffers.max_groups)
         self._pool = pool
         self._own = own
         self._buffers = buffers
@@ -47,17 +47,12 @@ class TwoLevelDecode(TwoLevelPart):
         return self._own.forward_behind(prefix, q, layer, spec, prepared)
 
 
-def _costs(heads: AttnHeads, pool: MHAKVCache, own: OwnPagesPart, max_groups: int) -> SharingCosts:
-    """Fitted to an H200 at 64 and 256 rows and prefixes of 512 and 2,048 tokens.
-
-    Rows that read the same prefix one by one find much of it in the L2 cache: a saved token is worth less than its
-    bytes at the memory's speed.
-    """
+def _costs(heads: AttnHeads, pool: MHAKVCache, costs: PrefixCosts, max_groups: int) -> SharingCosts:
     kv_bytes = 2 * heads.num_kv_heads * heads.head_dim * pool.k(0).element_size()
     return SharingCosts(
-        per_saved_token=own.us_per_saved_mib * kv_bytes / 2**20,
+        per_saved_token=costs.per_saved_mib * kv_bytes / 2**20,
         base=6.0,
-        per_row=0.0031 * heads.num_heads,
+        per_row=costs.per_row + costs.per_row_and_head * heads.num_heads,
         per_prefix_token=0.012,
         max_groups=max_groups,
     )

@@ -26,7 +26,17 @@ _COUNT: dict[str, Any] = {"type": WholeNumber(min=1), "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _REAL: dict[str, Any] = {"type": float, "metavar": "X"}
 _SAMPLING_FIELDS = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "stop_token_ids", *_FLAGS)
-_READ_FIELDS = ("system", "template", "prompt_column", "messages_column", "chat", "limit", "on_error", "max_faults")
+_READ_FIELDS = (
+    "system",
+    "template",
+    "prompt_column",
+    "messages_column",
+    "settings",
+    "chat",
+    "limit",
+    "on_error",
+    "max_faults",
+)
 _SUBMISSION_FIELDS = ("model", "output", "seed", "chunk_rows", "token_ids", "overwrite", "job_id")
 _TRANSPORTS: dict[bool | None, str] = {None: "auto", True: "reference", False: "value"}
 
@@ -143,6 +153,11 @@ input_options = _all(
     click.option("--template", metavar="TEXT", help="Make each prompt from the row's fields: 'Translate: {text}'."),
     click.option("--prompt-column", metavar="NAME", help="The column that holds the prompts."),
     click.option("--messages-column", metavar="NAME", help="The column that holds chat messages."),
+    click.option(
+        "--settings/--no-settings",
+        default=True,
+        help="Beside these, read max_tokens, custom_id, ... from columns called so, or take them for data.",
+    ),
     click.option("--keep-columns", metavar="A,B", help="Columns to copy to the output."),
     click.option(
         "--chat/--no-chat",

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import datetime
+from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -83,6 +83,7 @@ class Client:
         template: str | None = None,
         prompt_column: str | None = None,
         messages_column: str | None = None,
+        settings: bool = True,
         keep_columns: Sequence[str] = (),
         chat: bool | None = None,
         limit: int | None = None,
@@ -106,7 +107,8 @@ class Client:
             model: the name that workers serve it as.
             output: a folder or URL that the workers see; by default `outputs/<job id>` here.
             params: sampling of rows that don't say otherwise.
-            system, template, prompt_column, messages_column, keep_columns, chat, limit, on_error: see `ReadOptions`.
+            system, template, prompt_column, messages_column, settings, keep_columns, chat, limit, on_error: see
+                `ReadOptions`.
             priority: "high", "normal" or "low".
             chunk_rows: rows per unit of delivery, which is one Parquet part.
             seed: makes the samples of rows without a seed of their own repeatable.
@@ -137,6 +139,7 @@ class Client:
             template=template,
             prompt_column=prompt_column,
             messages_column=messages_column,
+            settings=settings,
             keep_columns=tuple(keep_columns),
             chat=chat,
             limit=limit,
@@ -169,7 +172,7 @@ class Client:
         """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis."""
         spec, folder = submission.spec, output_place(submission.spec.output)
         first = after.id if isinstance(after, JobHandle) else after or ""
-        start_s = start_at.timestamp() if start_at is not None else 0.0
+        start_s = _unix_seconds(start_at)
         if first:
             self.check_predecessor(first)
         if submission.overwrite:
@@ -329,6 +332,15 @@ class Client:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _unix_seconds(start_at: datetime | None) -> float:
+    if start_at is None:
+        return 0.0
+    try:
+        return datetime.fromtimestamp(start_at.timestamp(), timezone.utc).timestamp()
+    except (AttributeError, ValueError, OverflowError, OSError):
+        raise InvalidParameterError("start_at", f"must be a datetime that can be counted, got {start_at!r}") from None
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Rows a second from Redis to Parquet, with an engine that costs nothing: python -m tests.bench delivery.
 
-Prints one JSON line a case: without a reader, and with one that streams all tokens.
+Prints one JSON line a case: without a reader, and with one that streams all tokens. Besides the rate there is the
+processor time of a row in each process, which doesn't depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+import psutil
 
 from minisgl_batch.client import Client, JobHandle
 from minisgl_jobs.row_texts import RowFinished, RowText
@@ -21,6 +24,7 @@ from tests.workers.echo_rank import EchoConfig
 
 READY_S = 60.0
 NUM_TOKENS = 32
+MODULES = {"frontend": "minisgl_workers.frontend", "engine": "tests.workers.echo_rank"}
 
 
 def main() -> None:
@@ -34,8 +38,22 @@ def main() -> None:
         with start_echo_group(server.url, engine=engine) as group, Client(server.url) as client:
             group.wait_for("serving", READY_S)
             for case, readers in (("no reader", 0), ("one streaming reader", 1)):
+                before = processor_s(group.pid)
                 measured = measure(client, Path(folder) / case, options.rows, readers)
+                for name, seconds in processor_s(group.pid).items():
+                    measured[f"{name}_us_per_row"] = round((seconds - before[name]) / options.rows * 1e6)
                 record("delivery", {"case": case, "rows": options.rows, **measured}, save=options.save)
+
+
+def processor_s(pid: int) -> dict[str, float]:
+    """Processor time so far of a group's processes, and of this one with its client and readers."""
+    found = {"client": time.process_time()}
+    for process in psutil.Process(pid).children():
+        for name, module in MODULES.items():
+            if module in process.cmdline():
+                times = process.cpu_times()
+                found[name] = times.user + times.system
+    return found
 
 
 def measure(client: Client, output: Path, num_rows: int, num_readers: int) -> dict[str, float | int]:

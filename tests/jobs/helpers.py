@@ -37,10 +37,10 @@ def payload(spec: JobSpec, chunk: int) -> bytes:
     return f"{spec.job_id} chunk {chunk}".encode()
 
 
-def submit(queue: JobQueue, spec: JobSpec) -> JobSpec:
+def submit(queue: JobQueue, spec: JobSpec, *, start_at: float = 0.0) -> JobSpec:
     queue.create(spec)
     queue.append(spec, {chunk: payload(spec, chunk) for chunk in range(spec.num_chunks)})
-    queue.seal(spec)
+    queue.seal(spec, start_at=start_at)
     return spec
 
 

@@ -44,11 +44,21 @@ class ReferenceQueue:
         self.served: dict[str, dict[str, int]] = {}  # priority -> job -> its last turn, 0 after a hand-back
         self.last_was_new: dict[str, bool] = {}
         self.outbox: set[str] = set()
+        self.held: set[str] = set()
         self.paused = False
         self._turns = 0
 
     def submit(self, spec: JobSpec) -> None:
+        self.hold(spec)
+        self.release(spec.job_id)
+
+    def hold(self, spec: JobSpec) -> None:
         self.jobs[spec.job_id] = ReferenceJob(spec)
+        self.held.add(spec.job_id)
+
+    def release(self, job_id: str) -> None:
+        self.held.remove(job_id)
+        spec = self.jobs[job_id].spec
         self.new.setdefault(spec.priority.value, deque()).append(spec.job_id)
 
     def take(self, token: str) -> Chunk | None:
@@ -132,6 +142,10 @@ class ReferenceQueue:
             job.state, job.is_canceled = JobState.CANCELING, True
             self._leave_ring(job)
             self._finalise_if_over(job)
+        elif job.state is JobState.CANCELING:
+            for chunk in [chunk for chunk in self.expired if chunk[0] == job_id]:
+                self._end_lease(chunk)
+                self._finalise_if_over(job)
 
     def retry(self, job_id: str) -> bool:
         job = self.jobs[job_id]
@@ -200,6 +214,7 @@ class ReferenceQueue:
     def _leave_ring(self, job: ReferenceJob) -> None:
         priority, job_id = job.spec.priority.value, job.spec.job_id
         self.served.setdefault(priority, {}).pop(job_id, None)
+        self.held.discard(job_id)
         if job_id in self.new.get(priority, ()):
             self.new[priority].remove(job_id)
 

@@ -454,3 +454,24 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match=r"workers can't read .*/pipe themselves"):
         prepare(pipe, model="m", output=tmp_path / "o", transport="reference")
     writer.join(10)
+
+
+@pytest.mark.parametrize("name", ["JSON lines", "CSV", "Parquet"])
+@pytest.mark.parametrize("transport", ["value", "reference"])
+def test_columns_called_as_settings_may_be_data(name: str, transport: Any, tmp_path: Path) -> None:
+    file, write = FORMATS[name]
+    rows = [{"q": f"a{i}", "n": 999999, "custom_id": "same", "metadata": "text", "max_tokens": -i} for i in range(4)]
+    source = write(tmp_path / file, rows)
+    options: dict[str, Any] = {"model": "m", "output": tmp_path / "o", "transport": transport, "chunk_rows": 3}
+    for read in (ReadOptions(prompt_column="q"), ReadOptions(template="{q}")):
+        with pytest.raises(InvalidInputError):
+            prepare(source, read=read, **options)
+    for wanted in ({"prompt_column": "q"}, {"template": "{q}", "chat": False}):
+        read = ReadOptions(settings=False, keep_columns=("n", "metadata"), **wanted)
+        with prepare(source, read=read, **options) as submission:
+            chunks = read_chunks(submission)
+        assert all_rows(chunks) == [Row(row_index=i, prompt=f"a{i}") for i in range(4)]
+        assert chunks[1].kept is not None
+        assert chunks[1].kept["input_metadata"].to_pylist() == ["text"]
+    with pytest.raises(InvalidParameterError, match="settings: can be left only beside"):
+        ReadOptions(settings=False)

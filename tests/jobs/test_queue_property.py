@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from minisgl_batch.errors import JobStateError
+from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.leases import ChunkQueue, Lease
 from minisgl_jobs.model import JobState, Priority
 from minisgl_jobs.outbox import Outbox
@@ -27,6 +28,7 @@ from minisgl_jobs.queue import JobQueue
 from tests.jobs.helpers import make_spec, payload, submit
 from tests.jobs.reference_queue import ReferenceQueue
 
+FAR = 4e9  # Unix seconds
 LEASE_S = 600.0  # leases expire only when the test says so
 
 
@@ -52,13 +54,29 @@ class QueueMachine(RuleBasedStateMachine):
         num_rows=st.integers(1, 20),
         chunk_rows=st.integers(1, 6),
         priority=st.sampled_from([Priority.HIGH, Priority.NORMAL, Priority.NORMAL, Priority.LOW]),
+        is_held=st.sampled_from([False, False, False, True]),
     )
-    def submit(self, num_rows: int, chunk_rows: int, priority: Priority) -> None:
+    def submit(self, num_rows: int, chunk_rows: int, priority: Priority, is_held: bool) -> None:
         # Ids that sort alike in every run, so that an example can be repeated.
         job_id = f"job-{len(self.reference.jobs):03}"
         spec = make_spec(num_rows, chunk_rows, job_id=job_id, priority=priority, model=self.model)
-        self.reference.submit(submit(self.jobs, spec))
+        (self.reference.hold if is_held else self.reference.submit)(spec)
+        submit(self.jobs, spec, start_at=FAR if is_held else 0.0)
         self.jobs.seal(spec)  # once more: harmless
+
+    @precondition(lambda self: self.reference.held)
+    @rule(data=st.data())
+    def start_held(self, data: st.DataObject) -> None:
+        self._release(data.draw(st.sampled_from(sorted(self.reference.held))))
+
+    def _release(self, job_id: str) -> None:
+        held = HeldJobs(self.client, self.keys.queue)
+        assert held.claim() is None
+        assert held.start(job_id)  # not yet
+        self.client.hset(self.keys.job(job_id), "start_ms", 1)
+        assert not held.start(job_id)
+        assert not held.start(job_id)
+        self.reference.release(job_id)
 
     @rule(number=st.integers(0, 2), num_takes=st.integers(1, 4))
     def take(self, number: int, num_takes: int) -> None:
@@ -210,6 +228,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert (status.rows_ok, status.rows_error) == (job.ok, job.errors)
             assert status.chunks_done == len(job.done)
             assert status.epoch == job.epoch
+            assert status.is_held == (job_id in self.reference.held)
             now_held.update({(job_id, lease.chunk): lease.num_spooled for lease in status.leases})
             bits: Any = self.client.get(self.keys.job(job_id, "done")) or b""
             done = {8 * i + bit for i, byte in enumerate(bits) for bit in range(8) if byte >> (7 - bit) & 1}
@@ -228,6 +247,8 @@ class QueueMachine(RuleBasedStateMachine):
             return
         self.reference.paused = False
         self.jobs.resume(self.model)
+        for job_id in sorted(self.reference.held):
+            self._release(job_id)
         for chunk in sorted(self.reference.holders):
             self._expire(chunk)
         while (lease := self.workers[0].take()) is not None:

@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from minisgl_jobs.connection import connect
+from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.leases import ChunkQueue, Lease
 from minisgl_jobs.model import JobState
 from minisgl_jobs.outbox import Outbox
@@ -25,6 +26,7 @@ from tests.redis_leaks import leaked_keys
 
 _WORD = re.compile(rb'"((?:[^"\\]|\\.)*)"')
 NUM_ROWS, CHUNK_ROWS = 14, 4
+FAR = 4e9  # Unix seconds
 
 
 class Scene:
@@ -34,6 +36,7 @@ class Scene:
         self.client = client
         self.queue = JobQueue(client)
         self.group = ChunkQueue(client, MODEL, "w1")
+        self.held_jobs = HeldJobs(client, self.group.keys.queue)
         self.outbox = Outbox(client, self.group.keys.queue)
         self.spec = make_spec(NUM_ROWS, CHUNK_ROWS)
         self.held: list[Lease] = []
@@ -44,6 +47,13 @@ class Scene:
         complete(self.group, first, rows_error=1)
         self.group.handback([second])
         self.held = [third]
+
+    def let_time_come(self) -> None:
+        """What a held job waits for is here."""
+        job_key, held = self.group.keys.job(self.spec.job_id), self.group.keys.part("held")
+        if self.client.hexists(job_key, "held"):
+            self.client.hset(job_key, "start_ms", 1)
+        self.client.zadd(held, {self.spec.job_id: 1}, xx=True)
 
     def commit_rest(self, rows_error: int = 0) -> None:
         while (lease := self.group.take()) is not None:
@@ -66,6 +76,22 @@ def sealing(scene: Scene) -> Callable[[], Any]:
     scene.queue.create(scene.spec)
     scene.queue.append(scene.spec, {chunk: payload(scene.spec, chunk) for chunk in range(4)})
     return lambda: scene.queue.seal(scene.spec)
+
+
+def sealing_a_held_job(scene: Scene) -> Callable[[], Any]:
+    sealing(scene)
+    return lambda: scene.queue.seal(scene.spec, start_at=FAR)
+
+
+def releasing_a_held_job(scene: Scene) -> Callable[[], Any]:
+    sealing_a_held_job(scene)()
+    scene.let_time_come()
+    return lambda: scene.held_jobs.start(scene.spec.job_id)
+
+
+def canceling_a_held_job(scene: Scene) -> Callable[[], Any]:
+    sealing_a_held_job(scene)()
+    return lambda: scene.queue.cancel(scene.spec.job_id)
 
 
 def taking_what_was_given_back(scene: Scene) -> Callable[[], Any]:
@@ -158,6 +184,7 @@ def retrying(scene: Scene) -> Callable[[], Any]:
 
 
 ACTS = [
+    *(sealing_a_held_job, releasing_a_held_job, canceling_a_held_job),
     *(sealing, taking_the_first, taking_what_was_given_back, taking_the_last, taking_over, completing),
     *(completing_with_errors, completing_the_last, completing_a_retried_chunk, handing_back, canceling),
     *(canceling_when_nobody_works, dropping_a_canceled_chunk, claiming, finishing, retrying),
@@ -187,6 +214,9 @@ def go_on(scene: Scene) -> None:
     if scene.queue.status(scene.spec.job_id).state is JobState.SUBMITTING:
         submit(scene.queue, scene.spec)
     group.audit()
+    scene.let_time_come()
+    while (held := scene.held_jobs.claim()) is not None:
+        scene.held_jobs.start(held)
     for _ in range(2):  # the second time for a claim or lease that somebody had
         scene.expire_leases()
         scene.client.zadd(group.keys.part("fin"), dict.fromkeys([scene.spec.job_id], 0), xx=True)

@@ -7,7 +7,7 @@ import redis
 
 from minisgl_jobs.model import Priority
 from minisgl_jobs.queue import JobQueue
-from tests.jobs.helpers import end, expire, make_spec, submit, taken, worker
+from tests.jobs.helpers import end, expire, make_spec, submit, taken, wait_for, worker
 
 
 @pytest.fixture
@@ -88,3 +88,20 @@ def test_a_handed_back_chunk_is_the_next_of_its_job_and_no_death(client: redis.R
     assert [lease.num_deaths for lease in again] == [0, 0, 0]
     assert queue.status(spec.job_id).num_deaths == 0
     end(client, *again)
+
+
+def test_jobs_that_a_worker_avoids_keep_their_turn(client: redis.Redis, queue: JobQueue) -> None:
+    """Neither new nor old ones, nor those whose worker died, go to it; others get them as if nothing had been asked."""
+    group, other = worker(client, "w1"), worker(client, "w2")
+    first, second = (submit(queue, make_spec(num_rows=12, chunk_rows=4)) for _ in range(2))
+    lost = taken(other)
+    assert lost.spec.job_id == first.job_id
+    expire(client, other, lost)
+    leases = [group.take(avoid=[first.job_id]) for _ in range(4)]
+    assert [lease and lease.spec.job_id for lease in leases] == [second.job_id] * 3 + [None]
+    assert group.take(avoid=[first.job_id, second.job_id]) is None
+    takeover = wait_for("the takeover", lambda: group.take())
+    assert (takeover.spec.job_id, takeover.chunk) == (first.job_id, lost.chunk)
+    rest = [taken(group), taken(group)]
+    assert [lease.spec.job_id for lease in rest] == [first.job_id] * 2
+    end(client, takeover, *rest, *(lease for lease in leases if lease is not None))

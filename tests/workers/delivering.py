@@ -89,6 +89,33 @@ class Group:
 
         wait_for("the commit", is_committed)
 
+    def run_some(self, work: ChunkWork, num_rows: int) -> list[Row]:
+        """Generate the first rows of a chunk and spool them; returns those that are left."""
+        part = work.next_part()
+        assert part is not None
+        work.start(part)
+        for row in part[:num_rows]:
+            self.generate(work, row, 0)
+
+        def is_spooled() -> bool:
+            self.delivery.tick(self.info, take=False)
+            return not work.unspooled
+
+        wait_for("the spool", is_spooled)
+        return part[num_rows:]
+
+    def run_all(self) -> None:
+        """Serve until all jobs have ended."""
+
+        def is_done() -> bool:
+            self.tick()
+            for work in list(self.delivery.works):
+                self.run(work)
+            self.end_jobs()
+            return all(job.state.is_final for job in JobQueue(self.client).jobs())
+
+        wait_for("the end of all jobs", is_done, 30)
+
     def end_jobs(self) -> None:
         """Finalise what is to be finalised, in place of the RQ worker."""
         for job in JobQueue(self.client).jobs():

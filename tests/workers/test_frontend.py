@@ -6,9 +6,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from minisgl_batch.messages import EngineStats, FromEngine, StepOutput
+from minisgl_batch.hub import model_path
+from minisgl_batch.messages import AddRequests, EngineStats, FromEngine, StepOutput
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.tokenizer import ModelTokenizer
+from minisgl_jobs.leases import Lease
+from minisgl_jobs.model import JobSpec, Row
+from minisgl_jobs.references import ChunkRows
 from minisgl_jobs.status import WorkerInfo
 from minisgl_workers.frontend import Frontend
+from minisgl_workers.work import ChunkWork
 
 
 class Stubs:
@@ -77,3 +84,35 @@ def test_an_idle_group_says_that_nothing_runs() -> None:
     stubs.frontend.run(10)
     assert stubs.infos[-1].prompt_tokens == 7
     assert {(info.num_running, info.num_waiting) for info in stubs.infos} == {(0, 0)}
+
+
+def test_rows_are_not_sent_to_the_engine_when_their_lease_ran_out_while_they_were_tokenized() -> None:
+    """They are sent once it is ours again, all of them and once."""
+    spec = JobSpec("j", "m", num_rows=3, chunk_rows=3, output="/nowhere", params=SamplingParams(max_tokens=4))
+    rows = [Row(0, prompt="1 + 1 ="), Row(1, prompt=""), Row(2, prompt="2 + 2 =")]
+    work = ChunkWork(Lease(spec, 0, "token", 0, 1, b"", {}), ChunkRows(rows, "hash"))
+    answers = iter([True, False, False, True, True])
+    sent: list[Any] = []
+
+    def tick(*_: Any, **__: Any) -> None:
+        if sent:
+            delivery.works.clear()
+            frontend.drain(0)
+
+    delivery = SimpleNamespace(
+        works=[work],
+        stopped=[],
+        spooled=[],
+        trouble="",
+        tick=tick,
+        holds=lambda _: next(answers),
+        hand_back=lambda: None,
+    )
+    publishing = SimpleNamespace(ends=lambda _: None, tick=lambda *_: None, started=lambda *_: None)
+    link = SimpleNamespace(send=sent.append, receive=lambda _: [])
+    stubs = cast(Any, (delivery, publishing, link, ModelTokenizer.load(model_path("demo"))))
+    frontend = Frontend(*stubs, WorkerInfo("w", "m"), cast(Any, None))
+    frontend.run(100)
+    added = [message for message in sent if isinstance(message, AddRequests)]
+    assert [len(message.requests) for message in added] == [2]
+    assert [(key, result.error is not None) for key, result in work.results.items()] == [((1, 0), True)]

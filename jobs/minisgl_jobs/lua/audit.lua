@@ -70,6 +70,9 @@ for _, job in ipairs(redis.call('ZRANGE', key.jobs, 0, -1)) do
   end
 end
 expire_jobs_if_idle(ttl_ms)
+if redis.call('PTTL', key.bell) == -1 then
+  redis.call('PEXPIRE', key.bell, BELL_TTL_MS)
+end
 if num_found > 0 then
   ring_bell()
 end

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -64,6 +65,13 @@ def test_sampling_as_params_and_as_fields(submit: Callable[..., JobHandle], api:
         submit(["a"], max_tokens=0)
     assert len(api.jobs()) == 1
     api.job(job.id).cancel()
+
+
+@pytest.mark.parametrize("start_at", ["2026-12-01", 5, datetime.max])
+def test_times_that_can_not_be_waited_for(submit: Callable[..., JobHandle], api: Client, start_at: object) -> None:
+    with pytest.raises(InvalidParameterError, match=r"^start_at: must be a datetime"):
+        submit(["a"], start_at=start_at)
+    assert api.jobs() == []
 
 
 def test_nothing_is_queued_when_a_row_is_faulty(
