@@ -76,6 +76,10 @@ class ModelError(MiniSGLError):
     """Raised when a model can't be found or loaded, or doesn't fit into memory."""
 
 
+class ModelNotFoundError(ModelError, UsageError):
+    """Raised when no folder and no model of the hub has the given name."""
+
+
 class RequestError(MiniSGLError):
     """Raised when one row can't be served, such as a prompt longer than the model's context.
 
@@ -119,6 +123,10 @@ class JobStateError(QueueError):
     """Raised when a job isn't in a state that allows what was asked, such as retrying a running job."""
 
 
+class JobExistsError(JobStateError, UsageError):
+    """Raised when a new job is given the id of another one."""
+
+
 class JobTimeoutError(QueueError, TimeoutError):
     """Raised when a job hasn't ended within the time that the caller would wait; it goes on.
 
@@ -138,6 +146,10 @@ class TaskRefusedError(QueueError):
 
 class OutputError(MiniSGLError):
     """Raised when a dataset's folder can't be written or read: a full disk, no permission, a missing part."""
+
+
+class OutputTakenError(OutputError, UsageError):
+    """Raised when a new job can't have a folder for its output: it holds other data."""
 
 
 class OutputNotAllowedError(OutputError):

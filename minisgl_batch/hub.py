@@ -8,9 +8,11 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from minisgl_batch.errors import ModelError
+from minisgl_batch.errors import ModelError, ModelNotFoundError
+from minisgl_batch.words import one_line
 
 DEMO_MODEL = "demo"
+MAX_ANSWER_CHARS = 200
 _TEXT_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _WEIGHT_FILES = ["*.safetensors"]
 
@@ -23,27 +25,41 @@ def model_path(model: str, *, weights: bool = True) -> Path:
         weights: without them, only what a tokenizer needs is downloaded.
 
     Raises:
-        ModelError: there is no such folder and the hub has no such model or can't be reached.
+        ModelNotFoundError: there is no such folder and no such hub id.
+        ModelError: the folder is none of a model, or the hub can't be reached.
     """
     if model == DEMO_MODEL:
         return Path(str(files("minisgl_batch") / "demo" / "model"))
+    if model.lower() == DEMO_MODEL:
+        raise ModelNotFoundError(f'there is no model {model!r}; did you mean "{DEMO_MODEL}"?')
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder} holds no config.json: give a model folder in Hugging Face format")
         return folder
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
-        raise ModelError(f"no model folder at {folder}")
+        raise ModelNotFoundError(f"no model folder at {folder}")
     return _download(model, _TEXT_FILES + _WEIGHT_FILES if weights else _TEXT_FILES)
 
 
 def _download(model: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise ModelNotFoundError(
+            f"there is no model {model!r}: give {DEMO_MODEL}, a folder, or a hub id such as Qwen/Qwen3-0.6B "
+            f"(the Hugging Face hub answered: {one_line(str(error), MAX_ANSWER_CHARS)})"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelError(
-            f"can't get model {model!r}: it is no local folder, and the Hugging Face hub answered: {error}"
+            f"can't get model {model!r}: it is no local folder, and the Hugging Face hub answered: "
+            f"{one_line(str(error), MAX_ANSWER_CHARS)}"
         ) from error

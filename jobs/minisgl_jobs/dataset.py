@@ -15,7 +15,7 @@ import msgspec
 import pyarrow as pa
 
 from minisgl_batch._version import __version__
-from minisgl_batch.errors import OutputError
+from minisgl_batch.errors import OutputError, OutputTakenError
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, check_schema_version
 from minisgl_jobs.parts import (
@@ -271,18 +271,20 @@ def check_output(folder: Place, *, job_id: str = "", overwrite: bool = False) ->
     `job_id` has put there may: it is submitted once more by a client that doesn't know how far it came.
 
     Raises:
-        OutputError: a dataset or somebody's Parquet files are there, or the folder can't be written.
+        OutputTakenError: a dataset or somebody's Parquet files are there. OutputError: the folder can't be written.
     """
     names = list_folder(folder)
     foreign = [name for name in names if name.endswith(".parquet") and not PART_PATTERN.fullmatch(name)]
     if foreign:
-        raise OutputError(f"{folder} holds Parquet files that aren't ours, such as {foreign[0]}: choose another folder")
+        raise OutputTakenError(
+            f"{folder} holds Parquet files that aren't ours, such as {foreign[0]}: choose another folder"
+        )
     owner = output_owner(folder)
     if not overwrite and (not owner or owner != job_id) and any(_is_ours(name) for name in names):
         what = "a dataset" if MANIFEST in names else "parts of a job that isn't finished"
         if owner:
             what = f"the output of job {owner}, which hasn't ended"
-        raise OutputError(f"{folder} holds {what}: choose another folder, or overwrite it with --overwrite")
+        raise OutputTakenError(f"{folder} holds {what}: choose another folder, or overwrite it with --overwrite")
     if isinstance(folder, RemotePath):
         return  # who may write there shows when the folder is claimed
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -305,7 +307,7 @@ def claim_output(folder: Place, job_id: str, spec: JobSpec | None = None) -> Non
         create(folder / OWNER, job_id.encode() + record)
     except FileExistsError:
         if (owner := output_owner(folder)) != job_id:
-            raise OutputError(f"{folder} holds the output of job {owner}, which hasn't ended") from None
+            raise OutputTakenError(f"{folder} holds the output of job {owner}, which hasn't ended") from None
     except OSError as error:
         raise OutputError(f"{folder} can't be written: {error.strerror}") from error
 

@@ -19,6 +19,9 @@ ENVELOPE_FIELDS = frozenset({"custom_id", "method", "url", "body", "metadata"}) 
 MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"})
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+PROMPT_COLUMNS = {"prompt": "--prompt-column", "messages": "--messages-column"}
+"""The options that name a field that is called otherwise."""
+
 # What other tools and datasets call our fields.
 ALIASES = {
     **dict.fromkeys(("text", "input", "question", "instruction", "query", "content"), "prompt"),

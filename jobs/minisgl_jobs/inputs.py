@@ -16,9 +16,10 @@ from types import TracebackType
 from minisgl_batch.errors import InvalidInputError
 from minisgl_jobs.csv_rows import CsvFile
 from minisgl_jobs.model import InputInfo
-from minisgl_jobs.places import Place, files_below, open_binary, place, safe_name
+from minisgl_jobs.places import Place, files_below, open_binary, place
 from minisgl_jobs.records import Record, RecordFile
 from minisgl_jobs.sources import STDIN, Input, csv_separator, open_input, reading, refuse_foreign_formats
+from minisgl_jobs.stores import safe_name
 from minisgl_jobs.tables import TableFile, is_table
 
 _DATASET, _SPLITS = "state.json", "dataset_dict.json"  # what `datasets` puts beside the files it saves

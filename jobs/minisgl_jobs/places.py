@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -17,12 +16,7 @@ from typing import Any, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
 from minisgl_batch.errors import UsageError
-
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-_ARROW_SCHEMES = {"s3", "gs", "gcs"}  # pyarrow reads these without another package
-_INSTALL = "pip install 'minisgl-batch[remote]'"
-_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+from minisgl_jobs.stores import open_store, safe_name, url_scheme
 
 
 class RemotePath:
@@ -38,7 +32,7 @@ class RemotePath:
     def __init__(self, url: str, store: Any = None) -> None:
         self._url = url.rstrip("/")
         self._shown = safe_name(self._url)
-        self._store = store or _open_store(self._url)
+        self._store = store or open_store(self._url)
         self._path: str = self._store._strip_protocol(self._url)
 
     def __str__(self) -> str:
@@ -46,6 +40,11 @@ class RemotePath:
 
     def __repr__(self) -> str:
         return f"RemotePath({self._shown!r})"
+
+    @property
+    def url(self) -> str:
+        """All of it, what messages and jobs leave out included."""
+        return self._url
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemotePath) and other._url == self._url
@@ -216,17 +215,6 @@ def place(name: str | os.PathLike[str]) -> Place:
     return RemotePath(text)
 
 
-def url_scheme(name: str) -> str:
-    """The scheme of a URL in lower case, "" for a path."""
-    match = _URL.match(name)
-    return match[1].lower() if match else ""
-
-
-def safe_name(name: str) -> str:
-    """A path or URL for messages and jobs: a URL without what follows a question mark, which may be a signature."""
-    return name.partition("?")[0] if url_scheme(name) else name
-
-
 def list_names(folder: Place) -> list[str]:
     """The names in a folder, none if there is no such folder."""
     if isinstance(folder, RemotePath):
@@ -342,50 +330,3 @@ def _local_path(url: str) -> str:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _open_store(url: str) -> Any:
-    scheme = url_scheme(url)
-    if "@" in urlsplit(url).netloc:
-        shown = re.sub(r"//.*@", "//", url)
-        raise UsageError(f"{shown} was given with a login, and jobs store URLs: set the login in the environment")
-    try:
-        import fsspec
-    except ImportError:
-        raise UsageError(f"{scheme}:// needs fsspec: {_INSTALL}") from None
-    try:
-        return fsspec.core.url_to_fs(url)[0]
-    except ImportError as error:
-        if scheme not in _ARROW_SCHEMES:
-            raise UsageError(f"{safe_name(url)} can't be used: {error}") from None
-        try:
-            return _arrow_store(scheme, url)
-        except (ValueError, OSError) as reason:
-            raise UsageError(f"{safe_name(url)} can't be used: {reason}") from None
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{safe_name(url)} can't be used: {error}") from None
-
-
-def _arrow_store(scheme: str, url: str) -> Any:
-    """pyarrow's own client of the store, as fsspec has it."""
-    from fsspec.implementations.arrow import ArrowFSWrapper
-    from pyarrow import fs
-
-    class _Store(ArrowFSWrapper):  # type: ignore[misc]  # fsspec is untyped
-        cachable = False  # two stores of one class would be taken for the same
-
-        @classmethod
-        def _strip_protocol(cls, path: str) -> str:
-            return str(_URL.sub("", path, count=1))
-
-        def cp_file(self, path1: str, path2: str, **_: Any) -> None:
-            self.fs.copy_file(path1, path2)  # inside the store; fsspec's own reads and writes it
-
-        def makedirs(self, path: str, exist_ok: bool = False) -> None:
-            """Not needed: object stores have no folders."""
-
-    endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None)
-    region = next((os.environ[name] for name in _REGIONS if os.environ.get(name)), None)
-    if scheme == "s3" and (endpoint or region):  # else the bucket's region is asked for
-        return _Store(fs.S3FileSystem(endpoint_override=endpoint, region=region))
-    return _Store(fs.FileSystem.from_uri(url.replace("gcs://", "gs://", 1))[0])

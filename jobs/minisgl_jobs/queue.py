@@ -14,7 +14,13 @@ from typing import Any
 import msgspec
 import redis
 
-from minisgl_batch.errors import InvalidParameterError, JobNotFoundError, JobStateError, SchemaVersionError
+from minisgl_batch.errors import (
+    InvalidParameterError,
+    JobExistsError,
+    JobNotFoundError,
+    JobStateError,
+    SchemaVersionError,
+)
 from minisgl_jobs.keys import QUEUES, QueueKeys, is_job_id, queue_name
 from minisgl_jobs.model import JobSpec, JobState
 from minisgl_jobs.scripts import Scripts, redis_errors
@@ -51,7 +57,7 @@ class JobQueue:
 
         Raises:
             InvalidParameterError: the job has no rows, or its id can't be a name.
-            JobStateError: another job has this id.
+            JobExistsError: another job has this id.
             RedisFullError: there is no room for new jobs.
         """
         _check_spec(spec)
@@ -71,7 +77,7 @@ class JobQueue:
         flat = [item for field in fields.items() for item in field]
         answer = self._scripts.run("create", keys.prefix, spec.job_id, _digest(spec), self._submit_ttl_ms, *flat)
         if answer == b"taken":
-            raise JobStateError(f"job {spec.job_id} exists and is another one: give this job another id")
+            raise JobExistsError(f"job {spec.job_id} exists and is another one: give this job another id")
         return bool(answer != b"sealed")
 
     def adopt(self, spec: JobSpec, done: Mapping[int, int]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from minisgl_batch.errors import OutputError
+from minisgl_batch.errors import OutputError, OutputTakenError
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.dataset import Manifest, read_manifest, read_owner
 from minisgl_jobs.kept import kept_schema
@@ -60,8 +60,8 @@ class Earlier:
             self.refuse(folder, "; ".join(differences))
 
     def refuse(self, folder: Place, difference: str) -> None:
-        """Raise the OutputError that names a difference."""
-        raise OutputError(
+        """Raise the OutputTakenError that names a difference."""
+        raise OutputTakenError(
             f"{folder} holds the output of job {self.job_id}, which is another: {difference}; {_WHAT_TO_DO}"
         )
 
@@ -158,7 +158,7 @@ def _first_difference(spec: JobSpec, parts: Sequence[PartInfo], hashes: Sequence
     for info in parts:
         if info.input_sha256 and (info.chunk >= len(hashes) or info.input_sha256 != hashes[info.chunk].hex()):
             rows = spec.chunk_range(info.chunk)
-            return f", first among rows {rows.start} to {rows.stop - 1}"
+            return f", first among row_index {rows.start} to {rows.stop - 1}"
     return ""
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from minisgl_batch.errors import InputUnreachableError, InvalidParameterError, OutputNotAllowedError, UsageError
-from minisgl_jobs.places import Place, place, url_scheme
+from minisgl_jobs.places import Place, place
+from minisgl_jobs.stores import url_scheme
 
 VARIABLE = "MINISGL_ALLOW_ROOT"
 SEPARATOR = ";"
@@ -72,7 +73,7 @@ class AllowedRoots:
         if isinstance(path, Path):
             real = os.path.realpath(path)
             return any(real == root or real.startswith(root.rstrip("/") + "/") for root in self._folders)
-        url = _normal_url(str(path))
+        url = _normal_url(path.url)
         return url is not None and any(url == root or url.startswith(root + "/") for root in self._urls)
 
 

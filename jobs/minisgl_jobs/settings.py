@@ -10,9 +10,10 @@ from typing import Any
 
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.sampling_params import SamplingParams
-from minisgl_batch.words import UNSAFE
+from minisgl_batch.words import UNSAFE, one_line
 from minisgl_jobs.faults import FieldError, kind, show
 from minisgl_jobs.fields import (
+    PROMPT_COLUMNS,
     PROMPT_FIELDS,
     ROW_FIELDS,
     SAMPLING_FIELDS,
@@ -36,8 +37,9 @@ def read_custom_id(fields: dict[str, Any]) -> str:
         raise FieldError(
             "custom_id", f"must be a string, not {kind(custom_id)}", f'write it in quotes: "{show(custom_id)}"'
         )
-    if not custom_id or UNSAFE.search(custom_id):
-        problem = "holds control characters" if custom_id else "is empty"
+    unsafe = UNSAFE.search(custom_id)
+    if not custom_id or unsafe:
+        problem = f"holds {one_line(unsafe[0])}, which can't be printed" if unsafe else "is empty"
         raise FieldError("custom_id", problem, "give a name that can be printed, or leave it out")
     return custom_id
 
@@ -104,6 +106,8 @@ def refuse_unknown(fields: dict[str, Any], prefix: str, known: frozenset[str] = 
         hint = (
             f"did you mean {near}? Otherwise move it under metadata" if near else "move it under metadata or remove it"
         )
+        if near in PROMPT_COLUMNS and not prefix:
+            hint = f"did you mean {near}? Rename it, or say {PROMPT_COLUMNS[near]} {field} (or --template)"
         raise FieldError(prefix + field, "isn't a known field", hint)
 
 

@@ -22,7 +22,8 @@ import pyarrow as pa
 
 from minisgl_batch.errors import InputUnreachableError, InvalidInputError
 from minisgl_jobs.model import InputInfo
-from minisgl_jobs.places import Place, RemotePath, open_binary, place, url_scheme
+from minisgl_jobs.places import Place, RemotePath, open_binary, place
+from minisgl_jobs.stores import url_scheme
 
 MAX_LINE_BYTES = (
     64 << 20

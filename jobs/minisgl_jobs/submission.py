@@ -28,12 +28,13 @@ from minisgl_jobs.faults import FaultLog
 from minisgl_jobs.inputs import Records, open_source
 from minisgl_jobs.keys import is_job_id
 from minisgl_jobs.model import MAX_CHUNK_ROWS, InputInfo, InputReference, JobSpec, Priority, Row
-from minisgl_jobs.places import Place, place, safe_name
+from minisgl_jobs.places import Place, place
 from minisgl_jobs.records import Record
 from minisgl_jobs.references import ChunkReader
 from minisgl_jobs.resume import Resumption, find_earlier, option_facts, resume
 from minisgl_jobs.rows import ReadOptions, RowReader
 from minisgl_jobs.sources import STDIN, object_lines
+from minisgl_jobs.stores import safe_name
 
 Source: TypeAlias = str | os.PathLike[str] | Iterable[Any]
 """A path or URL of a file or folder, "-" for stdin, or rows as dicts or prompts."""
@@ -147,13 +148,7 @@ def prepare(
                 earlier.refuse(folder, f"{name} is {value} and was {old}")
         job_id, seed = earlier.job_id, earlier.seed
     check_output(folder, job_id=job_id, overwrite=overwrite or earlier is not None)
-    if isinstance(source, str | os.PathLike):
-        with open_source(source, read.columns) as records:
-            rows = _CheckedRows(records.name, records, read, chunk_rows, transport, records)
-            info, uri = records.info(), records.uri
-    else:
-        rows = _CheckedRows("rows", object_lines(source), read, chunk_rows, transport)
-        info, uri = InputInfo(), ""
+    rows, info, uri = _read_all(source, read, chunk_rows, transport)
     spec = JobSpec(
         job_id=job_id,
         model=model,
@@ -178,6 +173,21 @@ def prepare(
         rows.close()
         raise
     return Submission(spec, rows, overwrite=overwrite, resumption=resumption)
+
+
+def _read_all(
+    source: Source, read: ReadOptions, chunk_rows: int, transport: Transport
+) -> tuple[_CheckedRows, InputInfo, str]:
+    """All rows, what was read, and where workers find it, "" if they can't."""
+    if not isinstance(source, str | os.PathLike):
+        return _CheckedRows("rows", object_lines(source), read, chunk_rows, transport), InputInfo(), ""
+    with open_source(source, read.columns) as records:
+        rows = _CheckedRows(records.name, records, read, chunk_rows, transport, records)
+        try:
+            return rows, records.info(), records.uri
+        except BaseException:
+            rows.close()
+            raise
 
 
 def _reference(uri: str, read: ReadOptions) -> InputReference:
@@ -212,9 +222,12 @@ def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
     if safe_name(name) != name:
         raise InvalidParameterError("output", f"must be a URL without a question mark: {safe_name(name)}?...")
     try:
-        return place(name)
+        folder = place(name)
     except UsageError as error:
         raise InvalidParameterError("output", str(error)) from None
+    if os.path.exists(str(folder)) and not os.path.isdir(str(folder)):
+        raise InvalidParameterError("output", f"{folder} is a file: name a folder, which may be a new one")
+    return folder
 
 
 def _check_arguments(source: Source, model: str, chunk_rows: int, seed: int | None, job_id: str) -> None:

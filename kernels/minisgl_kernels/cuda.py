@@ -72,7 +72,7 @@ def build_library(library: str, names: tuple[str, ...]) -> str:
     tvm_ffi_cpp = import_module("tvm_ffi.cpp")
     with as_file(files("minisgl_kernels") / "csrc") as folder:
         sources = [folder / f"{name}.cu" for name in names]
-        headers = [folder / "common.cuh", folder / "warp.cuh"]
+        headers = sorted(folder.glob("*.cuh"))
         text = b"".join(path.read_bytes() for path in sources + headers) + _architectures().encode()
         built = cpp.cache_dir() / f"{library}-{hashlib.sha256(text).hexdigest()[:16]}.so"
         if built.exists():

@@ -3,6 +3,7 @@
 Decode rows (one query each) are memory bound: all query heads of a KV head share a program, so that keys and values are
 read once, and long rows are split over programs whose partial results a second kernel joins (flash-decoding, Dao et
 al. 2023). Extend rows are compute bound: a program takes a tile of one head's queries (FlashAttention 2, Dao 2023).
+Over 400 lines since both kernels are launched by one function, for one set of arguments.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from minisgl_jobs.dataset import dataset_job, read_batches, read_manifest, read_
 from minisgl_jobs.export import EXPORT_FORMATS, ExportFormat, export_rows
 from minisgl_jobs.model import JobState
 from minisgl_jobs.parts import part_names
-from minisgl_jobs.places import Place, place, url_scheme
+from minisgl_jobs.places import Place, place
+from minisgl_jobs.stores import url_scheme
 
 
 @click.command()

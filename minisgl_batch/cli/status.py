@@ -21,7 +21,7 @@ from minisgl_batch.cli.watch import table, watch
 from minisgl_batch.client import Progress
 from minisgl_batch.client.show import JOB_COLUMNS, WORKER_COLUMNS, Overview, job_row, worker_row
 from minisgl_batch.errors import OutputError, UsageError
-from minisgl_batch.words import duration, one_line
+from minisgl_batch.words import count, duration, one_line
 from minisgl_jobs.dataset import Manifest, manifest_of
 from minisgl_jobs.model import JobState
 from minisgl_jobs.parts import output_place
@@ -173,7 +173,7 @@ def _fields(progress: Progress, manifest: Manifest | None) -> list[tuple[str, st
         ("why", one_line(found.error) if found.state.is_final else ""),
         ("model", one_line(spec.model)),
         ("rows", _rows(progress)),
-        ("failed", f"{found.rows_error:,} rows" if found.rows_error else ""),
+        ("failed", count(found.rows_error, "row") if found.rows_error else ""),
         ("tokens", _tokens(progress, manifest)),
         ("left", duration(progress.eta_s) if progress.eta_s is not None else ""),
         ("submitted", _moment(found.created_at, found.now)),

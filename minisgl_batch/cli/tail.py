@@ -20,7 +20,7 @@ from minisgl_batch.cli.options import job_argument, json_option, redis_option
 from minisgl_batch.cli.report import exit_code
 from minisgl_batch.cli.sections import WholeNumber
 from minisgl_batch.cli.service import open_client
-from minisgl_batch.words import harmless, one_line
+from minisgl_batch.words import count, harmless, one_line
 from minisgl_jobs.reader import Event, JobChanged
 from minisgl_jobs.row_texts import RowEvent, RowFinished, RowStarted, RowText
 
@@ -55,7 +55,7 @@ def tail(ctx: click.Context, job_id: str, row: int | None, redis_url: str | None
         else:
             _tail_row(events)
         found = job.status()
-    talk(f"job {job_id} is {found.state.value}: {found.rows_ok:,} rows ok, {found.rows_error:,} failed")
+    talk(f"job {job_id} is {found.state.value}: {count(found.rows_ok, 'row')} ok, {found.rows_error:,} failed")
     ctx.exit(exit_code(found.state))
 
 

@@ -39,11 +39,12 @@ from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, JobState, Priority
 from minisgl_jobs.parts import output_place
-from minisgl_jobs.places import Place, url_scheme
+from minisgl_jobs.places import Place
 from minisgl_jobs.queue import LOOK_S, JobQueue
 from minisgl_jobs.resume import Resumption
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
+from minisgl_jobs.stores import url_scheme
 from minisgl_jobs.submission import Source, Submission, Transport, prepare
 from minisgl_jobs.tasks import forget_start, hold, task_queue
 

@@ -20,6 +20,7 @@ from tests.workers.echo_rank import EchoConfig
 JOB = "chaos"
 NUM_TOKENS = 8
 READY_S = 120.0
+SETTLE_S = 20.0
 MODULES = {"frontend": "tests.chaos.noting_frontend", "rank": "tests.workers.echo_rank", "tasks": "task_runner"}
 
 
@@ -117,10 +118,14 @@ class World:
     def close(self) -> None:
         for group in [*self.groups, *self.old_groups]:
             group.kill()
-        deadline = time.monotonic() + 20
+        self.settle()
+        self.server.kill()
+
+    def settle(self) -> None:
+        """Give processes that have lost their parents the time to leave."""
+        deadline = time.monotonic() + SETTLE_S
         while self.left_behind() and time.monotonic() < deadline:
             time.sleep(0.05)
-        self.server.kill()
 
     def left_behind(self) -> list[str]:
         """Processes that work in this world's temporary folder."""
@@ -133,6 +138,7 @@ class World:
             group.signal(signal.SIGTERM)
         for group in self.groups:
             group.finish()
+        self.settle()
 
     def __enter__(self) -> World:
         return self

@@ -140,7 +140,7 @@ def test_a_run_that_was_killed_goes_on_when_it_is_started_again(start: Start, tm
 def test_a_worker_that_can_not_start(start: Start, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ["a"])
     with start("run", source, "--model", "./nothing") as missing:
-        missing.finish(code=1)
+        missing.finish(code=2)
     assert missing.stderr.endswith("Error: no model folder at nothing\n")
     with start("run", source, "--model", "demo", "--max-seq-len", 10**6, "--output", "out") as refused:
         refused.finish(code=2)

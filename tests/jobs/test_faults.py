@@ -119,7 +119,7 @@ FAULTS: list[tuple[str | bytes, str, str, str]] = [
     ('{"prompt": "a", "maxTokens": 5}', "maxTokens", "isn't a known field", "did you mean max_tokens?"),
     ('{"prompt": "a", "max_new_tokens": 5}', "max_new_tokens", "isn't a known field", "did you mean max_tokens?"),
     ('{"prompt": "a", "Temperature": 5}', "Temperature", "isn't a known field", "did you mean temperature?"),
-    ('{"text": "a"}', "text", "isn't a known field", "did you mean prompt?"),
+    ('{"text": "a"}', "text", "isn't a known field", "--prompt-column text (or --template)"),
     ('{"conversations": []}', "conversations", "isn't a known field", "did you mean messages?"),
     ('{"prompt": "a", "id": 5}', "id", "isn't a known field", "did you mean custom_id?"),
     ('{"prompt": "a", "label": "x"}', "label", "isn't a known field", "under metadata"),
@@ -131,7 +131,7 @@ FAULTS: list[tuple[str | bytes, str, str, str]] = [
     # Names and metadata
     ('{"prompt": "a", "custom_id": 7}', "custom_id", "must be a string, not a number", 'quotes: "7"'),
     ('{"prompt": "a", "custom_id": ""}', "custom_id", "is empty", "leave it out"),
-    (r'{"prompt": "a", "custom_id": "a\u0000"}', "custom_id", "control characters", "printed"),
+    (r'{"prompt": "a", "custom_id": "a\u0000"}', "custom_id", "holds \\x00, which can't be printed", "a name"),
     ('{"prompt": "a", "metadata": "x"}', "metadata", "must be an object, not a string", "metadata"),
     ('{"prompt": "a", "model": 1}', "model", "must be a string", "quotes"),
     # OpenAI batch lines

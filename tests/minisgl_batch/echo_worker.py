@@ -10,14 +10,14 @@ from types import TracebackType
 
 import redis
 
-from minisgl_jobs.chunks import chunk_sha256
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.held import HeldJobs
+from minisgl_jobs.kept import add_columns
 from minisgl_jobs.leases import ChunkQueue, Lease, Renewal
 from minisgl_jobs.model import Row, RowError, RowResult
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.parts import PartInfo, commit_part, write_part
-from minisgl_jobs.references import ChunkReader
+from minisgl_jobs.references import ChunkReader, ChunkRows
 from minisgl_jobs.results import results_to_table, samples_of
 from minisgl_jobs.spool import encode_result
 from minisgl_jobs.status import WorkerInfo
@@ -79,7 +79,8 @@ class EchoWorker(threading.Thread):
                 self._queue.wait_for_work(0.02)
 
     def _serve(self, lease: Lease) -> None:
-        rows = ChunkReader().read(lease.spec, lease.chunk, lease.payload).rows
+        chunk = ChunkReader().read(lease.spec, lease.chunk, lease.payload)
+        rows = chunk.rows
         half = len(rows) // 2
         results = self._finish(lease, rows[:half])
         while not self.go_on.is_set():
@@ -93,7 +94,7 @@ class EchoWorker(threading.Thread):
             self._publisher.flush()
             self.go_on.wait(0.01)
         results += self._finish(lease, rows[half:])
-        self._commit(lease, rows, results)
+        self._commit(lease, chunk, results)
 
     def _finish(self, lease: Lease, rows: Sequence[Row]) -> list[RowResult]:
         """Make and spool the results of rows, and tell their readers."""
@@ -109,19 +110,20 @@ class EchoWorker(threading.Thread):
         self._publisher.flush()
         return results
 
-    def _commit(self, lease: Lease, rows: Sequence[Row], results: Sequence[RowResult]) -> None:
-        spec, folder = lease.spec, Path(lease.spec.output)
+    def _commit(self, lease: Lease, chunk: ChunkRows, results: Sequence[RowResult]) -> None:
+        spec, folder, num_rows = lease.spec, Path(lease.spec.output), len(chunk.rows)
         table = results_to_table(results, token_ids=spec.token_ids)
+        table = add_columns(table, chunk.kept, lease.rows.start, spec.kept)
         info = PartInfo(
             job_id=spec.job_id,
             chunk=lease.chunk,
             epoch=lease.epoch,
-            input_sha256=chunk_sha256(rows),
+            input_sha256=chunk.sha256,
             num_rows=table.num_rows,
         )
         write_part(folder, table, info, lease.token)
         failed = {result.row_index for result in results if result.error is not None}
-        self._queue.complete(lease, rows_ok=len(rows) - len(failed), rows_error=len(failed))
+        self._queue.complete(lease, rows_ok=num_rows - len(failed), rows_error=len(failed))
         commit_part(folder, lease.chunk, lease.epoch, lease.token)
         self._queue.renamed([lease])
 

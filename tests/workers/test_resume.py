@@ -232,7 +232,7 @@ def test_other_rows_are_refused_by_place(client: redis.Redis, submit: Submit, so
         lines = source.read_text().splitlines()
         lines[9] = '{"prompt": "new"}'
         source.write_text("\n".join(lines))
-        with pytest.raises(OutputError, match="its rows differ, first among rows 8 to 11"):
+        with pytest.raises(OutputError, match="its rows differ, first among row_index 8 to 11"):
             submit()
         lines[9], lines[10] = lines[10], lines[9]
         source.write_text("\n".join(lines))

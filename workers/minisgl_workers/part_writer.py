@@ -28,7 +28,8 @@ MAX_UNCOMMITTED = 8  # complete chunks in memory; more are a disk that can't kee
 class PartWriter:
     """Chunks on their way to disk. For one thread.
 
-    A part that can't be written stays, and with it all that come after it, until the first of them can be.
+    A part that can't be written stays, and with it all that come after it. They are tried in turn, since they may be of
+    to different folders, until one can be written.
 
     Attributes:
         trouble: why the first of those that wait couldn't be written; "" when none waits.
@@ -101,8 +102,9 @@ class PartWriter:
             self._remind_at = now + REMIND_S
             where = f"chunk {work.lease.chunk} of job {work.job_id}"
             logger.error("%s waits and no chunk is taken until it can be written: %s", where, error)
-        if not work.is_stopped and work not in self._refused:
-            self._refused.insert(0, work)
+        self.drop(work)
+        if not work.is_stopped:
+            self._refused.append(work)
 
 
 class PartRenamer:

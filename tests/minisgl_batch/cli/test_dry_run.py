@@ -79,5 +79,7 @@ def test_faults_and_models_that_are_not_there(run_cli: RunCli, tmp_path: Path) -
     good = write_rows(tmp_path / "good.jsonl", ["a"])
     bad = write_rows(tmp_path / "bad.jsonl", ["", "b"])
     assert "1 of 2 rows can't be used" in run_cli("submit", bad, "--model", "demo", "--dry-run", code=2).stderr
-    result = run_cli("submit", good, "--model", "./nothing", "--dry-run", code=1)
+    result = run_cli("submit", good, "--model", "./nothing", "--dry-run", code=2)
     assert "Error: no model folder at nothing" in result.stderr
+    result = run_cli("submit", good, "--model", "DEMO", "--dry-run", code=2)
+    assert "there is no model 'DEMO'; did you mean \"demo\"?" in result.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
 import sys
 
 import click
@@ -50,6 +52,13 @@ def test_help_loads_nothing_slow() -> None:
 def test_commands_load_no_torch() -> None:
     modules = ", ".join(f"minisgl_batch.cli.{name}" for name in COMMANDS)
     assert run_python(f"import sys, {modules}; print('torch' in sys.modules)") == "False\n"
+
+
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "minisgl_batch", "--version"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert shown == f"minisgl-batch, version {__version__}\n"
 
 
 def test_version_and_unknown_commands() -> None:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import redis
 
@@ -15,6 +17,7 @@ from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.chunks import decode_chunk
 from minisgl_jobs.keys import QueueKeys, queue_name
 from minisgl_jobs.model import JobState, Priority, Row
+from minisgl_jobs.queue import JobQueue
 from tests.minisgl_batch.cli.conftest import RunCli, write_rows
 from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
 
@@ -175,13 +178,24 @@ def test_a_dataset_is_not_overwritten_by_accident(
     with EchoWorker(client):
         job_id = submit(["a"], "--wait")
         source = write_rows(tmp_path / "in.jsonl", ["b"])
-        result = run_cli("submit", source, "--model", MODEL, "-o", tmp_path / "out", code=1)
+        result = run_cli("submit", source, "--model", MODEL, "-o", tmp_path / "out", code=2)
         assert (
-            f"holds the output of job {job_id}, which is another: its rows differ, first among rows 0 to 0"
+            f"holds the output of job {job_id}, which is another: its rows differ, first among row_index 0 to 0"
             in result.stderr
         )
         assert "choose another folder, or overwrite it with --overwrite" in result.stderr
         submit(["b"], "--wait", "--overwrite")
+
+
+def test_names_that_can_not_be_used(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    result = run_cli("submit", source, "--model", MODEL, "-o", source, code=2)
+    assert f"--output: {source} is a file: name a folder" in result.stderr
+    run_cli("submit", source, "--model", MODEL, "--job-id", "mine")
+    other = write_rows(tmp_path / "other.jsonl", ["b"])
+    taken = run_cli("submit", other, "--model", MODEL, "--job-id", "mine", "-o", "new", code=2)
+    assert "job mine exists and is another one" in taken.stderr
+    end(client, "mine")
 
 
 def test_models_that_openai_lines_name(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
@@ -212,3 +226,18 @@ def test_bad_usage(run_cli: RunCli, tmp_path: Path, arguments: list[str], messag
 def test_inputs_that_are_not_there(run_cli: RunCli) -> None:
     result = run_cli("submit", "nothing.jsonl", "--model", MODEL, code=2)
     assert "nothing.jsonl: there is no such file" in result.stderr
+
+
+def test_a_table_is_left_where_it_is_and_its_columns_come_out(
+    run_cli: RunCli, client: redis.Redis, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"id": [7, 8, 9], "question": ["a", "b", "c"], "n": [1, 2, 3]}), tmp_path / "in.parquet")
+    columns = ("--prompt-column", "question", "--keep-columns", "id,question", "--no-settings")
+    with EchoWorker(client):
+        arguments = ("submit", tmp_path / "in.parquet", "--model", MODEL, "-o", tmp_path / "out", *columns)
+        job_id = run_cli(*arguments, "--by-reference", "--wait").stdout.strip()
+        again = run_cli(*arguments, "--by-value", "--wait")
+    status = JobQueue(client).status(job_id)
+    assert status.spec.reference is not None
+    assert (status.rows_ok, again.stdout.strip()) == (3, job_id)
+    assert f"job {job_id} has nothing left to do: 3 of 3 rows are in {tmp_path / 'out'}" in again.stderr

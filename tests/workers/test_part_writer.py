@@ -1,0 +1,47 @@
+"""Parts that can't be written for a while."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_jobs.leases import Lease
+from minisgl_jobs.model import JobSpec, Row, RowError
+from minisgl_jobs.references import ChunkRows
+from minisgl_workers import part_writer
+from minisgl_workers.part_writer import PartWriter
+from minisgl_workers.work import ChunkWork
+from tests.jobs.helpers import wait_for
+
+
+def complete_chunk(output: Path, job_id: str) -> ChunkWork:
+    spec = JobSpec(job_id, "m", num_rows=1, chunk_rows=1, output=str(output), params=SamplingParams())
+    lease = Lease(spec, 0, f"token-{job_id}", 0, 1, b"", {})
+    return ChunkWork(lease, ChunkRows([Row(0, error=RowError("faulty", "as the test wishes"))], "hash"))
+
+
+def test_a_folder_that_can_not_be_written_does_not_hold_back_others_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_writer, "RETRY_S", 0.05)
+    (tmp_path / "file").touch()
+    bad, good = complete_chunk(tmp_path / "file" / "out", "bad"), complete_chunk(tmp_path / "good", "good")
+    writer = PartWriter()
+    written: list[ChunkWork] = []
+
+    def try_to_write(*works: ChunkWork) -> list[ChunkWork]:
+        for work in works:
+            writer.write(work)
+        written.extend(work for work, _ in writer.written())
+        return written
+
+    wait_for("the refusal", lambda: try_to_write(bad) or writer.trouble)
+    wait_for("the good one", lambda: try_to_write(bad, good))
+    assert written == [good]
+    wait_for("another refusal", lambda: try_to_write(bad) and writer.trouble)
+    assert "file" in writer.trouble
+    writer.drop(bad)
+    assert not writer.is_behind
+    writer.finish(1)
