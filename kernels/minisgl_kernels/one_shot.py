@@ -9,6 +9,7 @@ bits. The twins are `reference.all_reduce`, and `reference.add_rms_norm` of it.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -16,12 +17,15 @@ from typing import Any
 import torch
 
 from minisgl_kernels import cuda
+from minisgl_kernels.pynccl import device_bytes
 
 SIZES = (2, 4, 8)  # of the groups that are compiled
 _DTYPES = (torch.bfloat16, torch.float16)
 MAX_BLOCKS = 128
 _BLOCK_BYTES = 512 * 16  # what a block's threads load at once
 _HANDLE_BYTES = 64
+_HEADER_BYTES = 4608
+_NUM_BUFFERS = 2  # used in turn: see csrc/one_shot.cu
 _MAX_NORM_SIZE = 8192  # a vector of 8 elements for each thread of a block
 
 
@@ -52,10 +56,15 @@ class OneShotAllReduce:
         self._part_bytes = -(-max_bytes // max_blocks // 16) * 16 + 16
         self._aborted = torch.zeros(1, dtype=torch.int32).pin_memory()  # the kernels read the host's memory
         handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8)
-        own: int = self._functions["peer_memory_allocate"](2 * max_blocks * self._part_bytes, self._device, handle)
+        # A header, two parts for each block, and the buffers.
+        self._buffers_at = _HEADER_BYTES + -(-2 * max_blocks * self._part_bytes // 256) * 256
+        self._num_bytes = self._buffers_at + _NUM_BUFFERS * max_bytes
+        own: int = self._functions["peer_memory_allocate"](self._num_bytes, self._device, handle)
         self._memory = torch.zeros(size, dtype=torch.int64)  # each rank's, as an address of this process
         self._memory[rank] = own
         self.handle = bytes(handle.tolist())
+        self._bytes = device_bytes(own, self._num_bytes, device)
+        self._last_buffer = 0
 
     def connect(self, handles: list[bytes]) -> OneShotAllReduce:
         """Open the other ranks' memory, and be ready.
@@ -68,6 +77,16 @@ class OneShotAllReduce:
                 handle = torch.tensor(list(theirs), dtype=torch.uint8)
                 self._memory[peer] = self._functions["peer_memory_open"](self._device, handle)
         return self
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory that the other ranks can read, for what `add_rms_norm` shall sum; until the next call.
+
+        All ranks ask for their buffers in the same order, and between two of one graph and two of the next there is
+        another sum.
+        """
+        self._last_buffer = (self._last_buffer + 1) % _NUM_BUFFERS
+        begin = self._buffers_at + self._last_buffer * self.max_bytes
+        return self._bytes[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether it can sum such a tensor."""
@@ -95,8 +114,8 @@ class OneShotAllReduce:
     def takes_rows(self, x: torch.Tensor) -> bool:
         """Whether `add_rms_norm` can sum such a tensor, (num_tokens, size)."""
         num_rows, size = x.shape
-        fits = num_rows > 0 and self._block_rows(num_rows) * size * 2 <= self._part_bytes
-        return self.takes(x) and size % 8 == 0 and size <= _MAX_NORM_SIZE and fits
+        fits = self._offset(x) >= 0 or self._block_rows(num_rows) * size * 2 <= self._part_bytes
+        return self.takes(x) and num_rows > 0 and size % 8 == 0 and size <= _MAX_NORM_SIZE and fits
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`add_rms_norm` of the sum over the ranks, which is rounded to x's type first; on the current stream.
@@ -121,9 +140,15 @@ class OneShotAllReduce:
             self._rank,
             self._block_rows(len(x)),
             self._part_bytes,
+            self._offset(x),
             eps,
         )
         return normed
+
+    def _offset(self, x: torch.Tensor) -> int:
+        """Where in the memory that the others read x is; -1 if it isn't there."""
+        offset = x.data_ptr() - self._bytes.data_ptr()
+        return offset if self._buffers_at <= offset < self._num_bytes else -1
 
     def _block_rows(self, num_rows: int) -> int:
         return -(-num_rows // self._max_blocks)

@@ -147,7 +147,7 @@ class NcclComm:
             return None
         self._windows.append((memory, window))
         assert memory.value is not None
-        return torch.as_tensor(_DeviceBytes(memory.value, num_bytes), device=self._device)
+        return device_bytes(memory.value, num_bytes, self._device)
 
     def abort(self) -> None:
         """Let collectives that wait for a rank that is gone end; later ones do nothing. From any thread."""
@@ -170,9 +170,12 @@ class NcclComm:
             self._nccl.call(name, *args, self._comm, torch.cuda.current_stream(self._device).cuda_stream)
 
 
-class _DeviceBytes:
-    """Memory of a GPU, for torch."""
+def device_bytes(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of a GPU as a tensor, (num_bytes,) uint8, which doesn't own it."""
+    return torch.as_tensor(_DeviceBytes(address, num_bytes), device=device)
 
+
+class _DeviceBytes:
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
             "data": (address, False),

@@ -1,7 +1,7 @@
 """Collectives between GPUs by our own means: small sums in one kernel, the rest through NCCL called from Python.
 
-Layers write what is to be summed straight into a window that NCCL reaches the other GPUs' memory through, as far as it
-fits there. Everything may be captured in CUDA graphs. Hosts' tensors go over gloo.
+Layers write what is to be summed straight into memory that the other GPUs read, as far as it fits there. Everything may
+be captured in CUDA graphs. Hosts' tensors go over gloo.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class PyNcclCommunicator:
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         num_bytes = math.prod(shape) * dtype.itemsize
+        if self.one_shot is not None and num_bytes <= self.one_shot.max_bytes:
+            return self.one_shot.buffer(shape, dtype)
         if self._window is None or num_bytes > len(self._window):
             return None
-        if self.one_shot is not None and num_bytes <= self.one_shot.max_bytes:
-            return None  # it reads what it sums from anywhere
         return self._window[:num_bytes].view(dtype).view(shape)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """How long GPUs take to sum a decode step's hidden states: our kernel, NCCL in windows and without, torch's NCCL.
 
+"norm" is our kernel with the residual addition and the norm that follow, "in_place" for what is in its buffers already.
+
     python -m tests.bench.multigpu --tp 2 --json results.jsonl
 
 Each time is that of one sum in a CUDA graph of many, the median over replays, on the slowest rank. A line of JSON for
@@ -36,11 +38,15 @@ def times_us(tp: TPGroup, hidden_size: int, num_rows: int) -> dict[str, float]:
     shape, num_bytes = (num_rows, hidden_size), num_rows * hidden_size * 2
     x = torch.zeros(shape, dtype=torch.bfloat16, device=torch.device("cuda", torch.cuda.current_device()))
     calls: dict[str, Callable[[], object]] = {"nccl": lambda: comm.nccl.all_reduce(x, x)}
+    stream, weight = torch.zeros_like(x), torch.ones_like(x[0])
     kernels = []
     for blocks in BLOCKS:
         kernels.append(OneShotAllReduce(tp.rank, tp.size, num_bytes, x.device, blocks))
         kernels[-1].connect(comm._exchange(kernels[-1].handle))
         calls[f"one_shot_{blocks}"] = partial(kernels[-1].all_reduce, x)
+        if kernels[-1].takes_rows(x):
+            calls[f"norm_{blocks}"] = partial(kernels[-1].add_rms_norm, x, stream, weight, 1e-6)
+            calls[f"norm_in_place_{blocks}"] = partial(add_in_place, kernels[-1], x, stream, weight)
     if comm._window is not None:
         inside = comm._window[:num_bytes].view(torch.bfloat16).view(shape)
         inside.zero_()
@@ -50,6 +56,11 @@ def times_us(tp: TPGroup, hidden_size: int, num_rows: int) -> dict[str, float]:
     for kernel in kernels:
         kernel.close()
     return found
+
+
+def add_in_place(kernel: OneShotAllReduce, x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor) -> None:
+    """As a model does it, whose product is in the buffer."""
+    kernel.add_rms_norm(kernel.buffer(x.shape, x.dtype), stream, weight, 1e-6)
 
 
 def torch_us(tp: TPGroup, hidden_size: int, num_rows: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from tests.jobs.helpers import wait_for
 from tests.minisgl_batch.cli.conftest import write_rows
 from tests.processes import Command
 
-NUM_ROWS = 100
+NUM_ROWS = 160
 RANKS = {0: "minisgl_workers.rank", 1: "minisgl_batch.scheduler.follower"}
 AGAIN_S = 60.0
 
@@ -49,7 +49,7 @@ def test_ranks_die_and_hang_and_the_dataset_is_complete(pair: Command, start: St
     random.shuffle(attacks)
     for number, (rank, attack) in enumerate(attacks):
         started = time.monotonic()
-        pause_s = random.uniform(0.1, 0.7)
+        pause_s = random.uniform(0.1, 0.5)
         wait_for("a random moment", lambda: time.monotonic() - started > pause_s)  # noqa: B023 - called at once
         assert not (tmp_path / "out" / "_SUCCESS").exists(), "the job was over before the attack"
         os.kill(rank_pids(pair)[rank], attack)

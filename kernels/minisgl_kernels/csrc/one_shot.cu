@@ -6,7 +6,8 @@
 // its rank's part where the others can read it, tells them, waits until all have told it, and adds up what they put
 // there, in the order of ranks, so that all ranks get equal bits. Each block counts its calls. Calls alternate between
 // two places for a part: by the time a rank comes to call n + 2, all have told it of call n + 1, and so have read what
-// it put there for call n.
+// it put there for call n. Nothing is put anywhere where the tensor already is in memory that the others can read; then
+// its owner alternates.
 
 #include "common.cuh"
 
@@ -21,6 +22,7 @@ struct Header {
   uint32_t told[kMaxBlocks][kMaxRanks];  // written by the others: how many calls of theirs have put their part
   uint32_t calls[kMaxBlocks];            // written and read by this rank alone
 };
+static_assert(sizeof(Header) == 4608, "one_shot.py counts on it");
 
 struct Peers {
   char* memory[kMaxRanks];
@@ -49,17 +51,19 @@ __device__ inline void wait_for(const uint32_t* flag, uint32_t value, const vola
     if (looks % 1024 == 0 && *aborted) return;
 }
 
-// Puts this block's vectors where the other ranks read them, and waits until all have done so. Returns which of the two
-// places they are in.
+// Puts this block's vectors where the other ranks read them, unless x is there, and waits until all have done so. Returns
+// which of the two places they are in.
 template <typename T, int kRanks>
-__device__ int put_and_meet(const T* x, int num_vectors, const Peers& peers, int64_t part_bytes, int rank,
+__device__ int put_and_meet(const T* x, int num_vectors, bool is_there, const Peers& peers, int64_t part_bytes, int rank,
                             const int* aborted) {
   const int block = blockIdx.x, thread = threadIdx.x;
   Header* own = peers.header(rank);
   const uint32_t call = own->calls[block] + 1;
-  T* mine = peers.part<T>(rank, block, call % 2, part_bytes);
-  for (int i = thread; i < num_vectors; i += blockDim.x)
-    Vector<T>::load(x + int64_t{kVector} * i).store(mine + int64_t{kVector} * i);
+  if (!is_there) {
+    T* mine = peers.part<T>(rank, block, call % 2, part_bytes);
+    for (int i = thread; i < num_vectors; i += blockDim.x)
+      Vector<T>::load(x + int64_t{kVector} * i).store(mine + int64_t{kVector} * i);
+  }
   __syncthreads();
   if (thread < kRanks && thread != rank) {
     tell(&peers.header(thread)->told[block][rank], call);
@@ -102,7 +106,7 @@ __global__ void __launch_bounds__(kAllReduceThreads)
   x += int64_t{kVector} * begin;
   out += int64_t{kVector} * begin;
   wait_for_inputs();
-  const int place = put_and_meet<T, kRanks>(x, count, peers, part_bytes, rank, aborted);
+  const int place = put_and_meet<T, kRanks>(x, count, false, peers, part_bytes, rank, aborted);
   const T* parts[kRanks];
 #pragma unroll
   for (int r = 0; r < kRanks; ++r) parts[r] = peers.part<T>(r, blockIdx.x, place, part_bytes);
@@ -121,11 +125,12 @@ __global__ void __launch_bounds__(kAllReduceThreads)
   }
 }
 
-// One vector of a row per thread; a block has `block_rows` rows, and loads one while it works on the row before.
+// One vector of a row per thread; a block has `block_rows` rows, and loads one while it works on the row before. `offset`
+// says where in each rank's memory its x is, if it is there.
 template <typename T, int kRanks>
 __global__ void __launch_bounds__(1024)
     one_shot_add_rms_norm_kernel(const T* x, T* residual, const T* weight, T* normed, int num_rows, int block_rows,
-                                 int row_vectors, float eps, Peers peers, int64_t part_bytes, int rank,
+                                 int row_vectors, float eps, Peers peers, int64_t part_bytes, int64_t offset, int rank,
                                  const int* aborted) {
   __shared__ float of_warp[2][32];  // in turn, so that no row overwrites what another one still reads
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
@@ -140,11 +145,14 @@ __global__ void __launch_bounds__(1024)
   normed += begin * row_size + column;
   wait_for_inputs();
   if (has_column) added = Vector<T>::load(residual);
-  const int place = put_and_meet<T, kRanks>(x, count * row_vectors, peers, part_bytes, rank, aborted);
+  const bool is_there = offset >= 0;
+  const int place = put_and_meet<T, kRanks>(x, count * row_vectors, is_there, peers, part_bytes, rank, aborted);
 
   const T* parts[kRanks];
 #pragma unroll
-  for (int r = 0; r < kRanks; ++r) parts[r] = peers.part<T>(r, blockIdx.x, place, part_bytes);
+  for (int r = 0; r < kRanks; ++r)
+    parts[r] = is_there ? reinterpret_cast<const T*>(peers.memory[r] + offset) + begin * row_size
+                        : peers.part<T>(r, blockIdx.x, place, part_bytes);
   Loaded<T, kRanks> loaded;
   if (has_column) loaded.load(parts, threadIdx.x);
   for (int row = 0; row < count; ++row) {
@@ -175,11 +183,9 @@ __global__ void __launch_bounds__(1024)
 #ifndef MINISGL_EMULATE
 inline void check(cudaError_t error) { TVM_FFI_ICHECK(error == cudaSuccess) << cudaGetErrorString(error); }
 
-// Memory for the header and `parts_bytes` of parts, zeroed. `handle`, 64 bytes on the host, gets what other processes
-// open it by.
-int64_t peer_memory_allocate(int64_t parts_bytes, int64_t device, TensorView handle) {
+// Zeroed memory that begins with a header. `handle`, 64 bytes on the host, gets what other processes open it by.
+int64_t peer_memory_allocate(int64_t bytes, int64_t device, TensorView handle) {
   tvm::ffi::CUDADeviceGuard guard(device);
-  const size_t bytes = sizeof(Header) + parts_bytes;
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes));
   check(cudaMemset(memory, 0, bytes));
@@ -240,17 +246,19 @@ void one_shot_all_reduce(TensorView x, TensorView out, TensorView memory, Tensor
 }
 
 void one_shot_add_rms_norm(TensorView x, TensorView residual, TensorView weight, TensorView normed, TensorView memory,
-                           TensorView aborted, int64_t rank, int64_t block_rows, int64_t part_bytes, double eps) {
+                           TensorView aborted, int64_t rank, int64_t block_rows, int64_t part_bytes, int64_t offset,
+                           double eps) {
   const int64_t num_rows = x.size(0), row_vectors = x.size(1) / kVector;
   const int64_t num_blocks = (num_rows + block_rows - 1) / block_rows;
-  TVM_FFI_ICHECK(num_blocks <= kMaxBlocks && block_rows * row_vectors * 16 <= part_bytes && row_vectors <= 1024)
+  const bool fits = offset >= 0 || block_rows * row_vectors * 16 <= part_bytes;
+  TVM_FFI_ICHECK(num_blocks <= kMaxBlocks && row_vectors <= 1024 && fits)
       << "the tensor is too large";
   with_type(x, [&](auto element) {
     using T = decltype(element);
     with_ranks(memory.size(0), [&](auto ranks) {
       launch(one_shot_add_rms_norm_kernel<T, ranks>, num_blocks, (row_vectors + 31) / 32 * 32, x.device(), data<T>(x),
              data<T>(residual), data<T>(weight), data<T>(normed), num_rows, block_rows, row_vectors, eps,
-             addresses(memory), part_bytes, rank, static_cast<const int*>(aborted.data_ptr()));
+             addresses(memory), part_bytes, offset, rank, static_cast<const int*>(aborted.data_ptr()));
     });
   });
 }

@@ -92,10 +92,10 @@ extern "C" void emulate_one_shot_all_reduce(const T* x, Sizes x_sizes, T* out, S
 extern "C" void emulate_one_shot_add_rms_norm(const T* x, Sizes x_sizes, T* residual, Sizes, const T* weight, Sizes,
                                               T* normed, Sizes, const int64_t* memory, Sizes memory_sizes,
                                               const int* aborted, Sizes, double rank, double block_rows,
-                                              double part_bytes, double eps) {
+                                              double part_bytes, double offset, double eps) {
   const int num_rows = x_sizes[0], row_vectors = x_sizes[1] / kVector, rows = block_rows;
   const auto kernel = memory_sizes[0] == 2 ? one_shot_add_rms_norm_kernel<T, 2> : one_shot_add_rms_norm_kernel<T, 4>;
   emulate::launch(kernel, (num_rows + rows - 1) / rows, (row_vectors + 31) / 32 * 32, 0, x, residual, weight, normed,
                   num_rows, rows, row_vectors, static_cast<float>(eps), addresses(memory, memory_sizes),
-                  static_cast<int64_t>(part_bytes), static_cast<int>(rank), aborted);
+                  static_cast<int64_t>(part_bytes), static_cast<int64_t>(offset), static_cast<int>(rank), aborted);
 }
