@@ -89,9 +89,8 @@ class ChunkReader:
             return ChunkRows(rows, reference.sha256.hex(), _typed(kept, spec))
         self.close()
         span = spec.chunk_range(chunk)
-        problem = (
-            f"{source.uri} has changed since the job was submitted (rows {span.start} to {span.stop - 1}: {reason})"
-        )
+        where = f"rows with row_index {span.start} to {span.stop - 1}: {reason}"
+        problem = f"{source.uri} has changed since the job was submitted ({where})"
         return _failed(spec, chunk, RowError("input_changed", f"{problem}; submit it again"))
 
     def _read_rows(

@@ -176,7 +176,8 @@ def _is_file(reader: Any) -> bool:
 def _open(file: Any, path: Place, head: bytes) -> _Parquet | _Arrow:
     if head.startswith(PARQUET):
         return _Parquet(file)
-    source = pa.memory_map(str(path)) if isinstance(path, Path) else file
+    # Not mapped into memory: a file that is cut short meanwhile would end the process.
+    source = pa.OSFile(str(path)) if isinstance(path, Path) else file
     return _Arrow(pa.ipc.open_file(source) if head.startswith(ARROW_FILE) else pa.ipc.open_stream(source))
 
 

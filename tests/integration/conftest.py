@@ -35,7 +35,7 @@ def start(home: Path, tmp_path: Path) -> Start:
 @pytest.fixture(scope="module")
 def worker(home: Path) -> Iterator[Command]:
     """A worker group that serves the demo model, on the Redis that the user's commands share; it must stop in order."""
-    with make_command(home, "worker", "--model", "demo", "--num-pages", 4096) as command:
+    with make_command(home, "worker", "--model", "demo", "--num-pages", 4096, "--json") as command:
         command.wait_for("serving jobs for demo")
         yield command
         command.signal(signal.SIGINT)

@@ -77,12 +77,14 @@ def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Pa
 def test_an_interrupt_keeps_what_is_finished(start: Start, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "max_tokens": 1}, *({"prompt": f"{i} +", "max_tokens": 1900} for i in range(60))]
     source = write_rows(tmp_path / "in.jsonl", rows)
-    with start("run", source, "--model", "demo", "--output", "out", "--ignore-eos") as run:
+    with start("run", source, "--model", "demo", "--output", "out", "--ignore-eos", "--json") as run:
         run.wait_for("running: ")
         run.signal(signal.SIGINT)
         run.finish(code=130)
     assert "canceling, finished rows are kept" in run.stderr
     assert "start it again to go on with the other rows" in run.stderr
+    record = json.loads(run.stdout)
+    assert (record["state"], record["output"]) == ("canceled", str(tmp_path / "out"))
     manifest = json.loads((tmp_path / "out" / "_manifest.json").read_text())
     assert manifest["state"] == "canceled"
     assert not (tmp_path / "out" / "_SUCCESS").exists()

@@ -28,7 +28,7 @@ def _is_served(worker: Command) -> Iterator[None]:
     worker.wait_for("serving")  # it must have lived through the test
 
 
-def test_submit_tail_status_and_results(start: Start, tmp_path: Path) -> None:
+def test_submit_tail_status_and_results(start: Start, worker: Command, tmp_path: Path) -> None:
     with start("submit", EXAMPLES, "--model", "demo", "--limit", 40) as submitting:
         job_id = submitting.finish().stdout.strip()
     assert "40 rows queued for demo" in submitting.stderr
@@ -50,6 +50,8 @@ def test_submit_tail_status_and_results(start: Start, tmp_path: Path) -> None:
     assert record["output"] == str(tmp_path / "outputs" / job_id)
     assert record["tokens"]["completion_tokens"] == sum(row["completion_tokens"] for row in rows)
     assert (served["model"], served["description"]["device"]) == ("demo", "cpu")
+    ready = json.loads(worker.stdout.splitlines()[0])
+    assert (ready["model"], ready["processes"]["frontend"]["engine"]["device"]) == ("demo", "cpu")
 
 
 def test_bad_rows_become_error_rows_and_the_others_finish(start: Start, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_payload_larger_than_the_cap_is_refused_before_it_is_unpacked(monkeypatc
     monkeypatch.setattr(zstandard, "ZstdDecompressor", None)
     with pytest.raises(QueueError, match="100000 bytes"):
         decode_chunk(bomb)
-    with pytest.raises(InvalidInputError, match="rows 8 to 9"):
+    with pytest.raises(InvalidInputError, match="rows with row_index 8 to 9"):
         encode_chunk([Row(row_index=8, prompt="a" * 60_000), Row(row_index=9, prompt="b" * 60_000)])
 
 

@@ -475,3 +475,22 @@ def test_columns_called_as_settings_may_be_data(name: str, transport: Any, tmp_p
         assert chunks[1].kept["input_metadata"].to_pylist() == ["text"]
     with pytest.raises(InvalidParameterError, match="settings: can be left only beside"):
         ReadOptions(settings=False)
+
+
+@pytest.mark.parametrize("name", ["an Arrow file", "an Arrow stream", "Parquet", "CSV"])
+def test_a_file_that_is_cut_short_while_it_is_read_fails_rows_only(
+    name: str, tmp_path: Path, rng: random.Random
+) -> None:
+    """A file that was mapped into memory would end the process."""
+    file, write = FORMATS[name]
+    source = write(tmp_path / file, make_rows(rng, 2000))
+    with prepare(source, model="m", output=tmp_path / "o", read=PROMPT, transport="reference") as submission:
+        payloads = dict(submission.payloads())
+        reader = ChunkReader()
+        assert reader.read(submission.spec, 0, payloads[0]).rows[0].error is None
+        os.truncate(source, 5000)
+        for chunk in payloads:
+            rows = reader.read(submission.spec, chunk, payloads[chunk]).rows
+            assert {row.error.type for row in rows if row.error} <= {"input_changed"}
+        assert rows[-1].error is not None
+        reader.close()

@@ -130,7 +130,7 @@ def test_an_outage_of_redis_longer_than_a_lease_loses_nothing_and_steals_no_chun
             command.finish()
 
 
-@pytest.mark.parametrize("loss", ["power", "failover"])
+@pytest.mark.parametrize("loss", [pytest.param("power", marks=pytest.mark.full), "failover"])
 def test_rows_that_redis_has_lost_are_generated_again_and_none_is_missing_or_twice(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, loss: str
 ) -> None:
@@ -248,6 +248,7 @@ def test_a_group_leaves_nothing_in_the_temporary_folder(redis_server: EmbeddedRe
         wait_for("the frontend to tidy up", lambda: os.listdir(tmp_path) == [], 20)
 
 
+@pytest.mark.full  # tests/jobs/test_turns.py has the same of the queue alone
 def test_a_small_job_starts_within_two_chunks_of_a_big_one(
     api: Client, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:

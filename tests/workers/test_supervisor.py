@@ -60,7 +60,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
 def test_the_death_of_frontend_or_rank_starts_the_group_again(group: Group, name: str) -> None:
     before = dict(group.pids)
     os.kill(group.pids[name], signal.SIGKILL)
-    group.command.wait_for(f"{name} was killed by SIGKILL; starting the group again in 1 s")
+    group.command.wait_for(f"{name} was killed by SIGKILL; starting the group again in 0.1 s")
     wait_for("the end of the others", lambda: not any(map(lives, before.values())), SOON_S)
     group.wait_ready(2)
     assert not set(before.values()) & set(group.pids.values())
@@ -72,10 +72,10 @@ def test_the_death_of_frontend_or_rank_starts_the_group_again(group: Group, name
 def test_the_death_of_the_task_runner_leaves_the_others_alone(group: Group) -> None:
     before = dict(group.pids)
     os.kill(group.pids["tasks"], signal.SIGKILL)
-    group.command.wait_for("tasks was killed by SIGKILL; starting it again in 1 s")
+    group.command.wait_for("tasks was killed by SIGKILL; starting it again in 0.1 s")
     wait_for("another task runner", lambda: group.pid("tasks") != before["tasks"], SOON_S)
     group.tell("tasks", "exit")
-    group.command.wait_for("tasks ended with exit code 3; starting it again in 2 s")
+    group.command.wait_for("tasks ended with exit code 3; starting it again in 0.2 s")
     assert lives(before["frontend"])
     assert lives(before["rank"])
     assert group.command.stdout.count("ready") == 1
@@ -123,11 +123,11 @@ def test_deaths_over_suspect_rows_or_after_some_work_do_not_add_up(
 
 
 def test_a_rank_that_hangs_takes_the_group_down(tmp_path: Path) -> None:
-    toy = Group(tmp_path, hang_s=3)
+    toy = Group(tmp_path, hang_s=2)
     with toy.command:
         toy.wait_ready()
         toy.tell("rank", "hang")
-        toy.command.wait_for("rank hangs: nothing for 3 s; starting the group again")
+        toy.command.wait_for("rank hangs: nothing for 2 s; starting the group again")
         wait_for("its end", lambda: not lives(toy.pids["rank"]), SOON_S)
         toy.wait_ready(2)
 

@@ -31,6 +31,7 @@ def main(folder: str, hang_s: str, max_failures: str) -> int:
         lambda info: print("ready", {name: said["pid"] for name, said in info.items()}, flush=True),  # noqa: T201
         drain_s=0.5,
         drain_margin_s=1.0,
+        first_backoff_s=0.1,
         hang_s=float(hang_s),
         max_failures=int(max_failures),
     )

@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 ECHO_S = 0.3  # how long after a death others may still say what they died of
 PAUSE_S = 3.0  # a look that comes so late shows that this process was stopped: time in which it saw no beats
-FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 SILENT_S = 30.0  # far more than a beating process can be kept from beating by its own work or by a busy machine
+FIRST_BACKOFF_S = 1.0
 STABLE_AFTER_S = 60.0  # what lived so long begins its backoff anew
 
 
-def backoff_s(num_failures: int) -> float:
-    """How long to wait before the next start."""
-    return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (num_failures - 1)))
+def backoff_s(num_failures: int, first_s: float = FIRST_BACKOFF_S) -> float:
+    """How long to wait before the next start: `first_s` at first, and twice as long each time."""
+    return float(min(MAX_BACKOFF_S, first_s * 2 ** (num_failures - 1)))
 
 
 @dataclass
@@ -61,6 +61,7 @@ class Children:
 
     Attributes:
         plans: what to start; the first is the frontend.
+        first_backoff_s: how long a spare child waits for its next start after its first death.
         hang_s: a child that beats and doesn't get on for so long hangs. One that stops beating is found sooner.
         failure: why the group has failed; None while it lives.
         has_left: the frontend ended in order.
@@ -70,6 +71,7 @@ class Children:
 
     plans: Sequence[ChildPlan]
     hang_s: float
+    first_backoff_s: float
     failure: ChildFailed | None = None
     has_left: bool = False
     has_delivered: bool = False
@@ -171,8 +173,9 @@ class Children:
         now = time.monotonic()
         child.process = None
         child.num_failures = 1 if now - child.started > STABLE_AFTER_S else child.num_failures + 1
-        child.start_at = now + backoff_s(child.num_failures)
-        logger.error("%s; starting it again in %.0f s", failure.message, child.start_at - now)
+        delay_s = backoff_s(child.num_failures, self.first_backoff_s)
+        child.start_at = now + delay_s
+        logger.error("%s; starting it again in %g s", failure.message, delay_s)
         return []
 
     def _start_spares(self) -> None:

@@ -29,7 +29,7 @@ class PartWriter:
     """Chunks on their way to disk. For one thread.
 
     A part that can't be written stays, and with it all that come after it. They are tried in turn, since they may be of
-    to different folders, until one can be written.
+    different folders, until one can be written.
 
     Attributes:
         trouble: why the first of those that wait couldn't be written; "" when none waits.

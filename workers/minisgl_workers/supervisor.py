@@ -17,7 +17,7 @@ from typing import Any
 
 from minisgl_batch.child_process import ChildFailed, ChildPlan
 from minisgl_batch.errors import WorkerError
-from minisgl_workers.children import STABLE_AFTER_S, Children, backoff_s
+from minisgl_workers.children import FIRST_BACKOFF_S, STABLE_AFTER_S, Children, backoff_s
 from minisgl_workers.signals import StopSignals
 from minisgl_workers.socket_directory import socket_directory
 
@@ -37,6 +37,7 @@ class GroupPlan:
         drain_s: how long the frontend lets what runs go on.
         drain_margin_s: how long it may take after that, for its last calls of Redis, which may be slow or away.
         hang_s: a process that has work and doesn't get on for so long is taken for hanging.
+        first_backoff_s: how long to wait after a death; twice as long after each that follows with nothing done.
         max_failures: deaths in a row, with nothing done in between, after which the supervisor gives up.
     """
 
@@ -45,6 +46,7 @@ class GroupPlan:
     drain_s: float
     hang_s: float
     drain_margin_s: float = 15.0
+    first_backoff_s: float = FIRST_BACKOFF_S
     max_failures: int = 8
 
 
@@ -67,7 +69,7 @@ class Supervisor:
             while True:
                 started = time.monotonic()
                 with socket_directory() as directory:
-                    children = Children(self._plan.children(directory), self._plan.hang_s)
+                    children = Children(self._plan.children(directory), self._plan.hang_s, self._plan.first_backoff_s)
                     failure = self._serve(children)
                 if failure is None:
                     return
@@ -80,8 +82,8 @@ class Supervisor:
                     num_failures += 1
                 if not self._was_ready or num_failures > self._plan.max_failures:
                     raise WorkerError(failure.message, exit_code=failure.exit_code)
-                delay_s = backoff_s(max(1, num_failures))
-                logger.error("%s; starting the group again in %.0f s", failure.message, delay_s)
+                delay_s = backoff_s(max(1, num_failures), self._plan.first_backoff_s)
+                logger.error("%s; starting the group again in %g s", failure.message, delay_s)
                 if self._signals.sleep(delay_s):
                     return
 
