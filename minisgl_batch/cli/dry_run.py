@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -93,8 +94,10 @@ def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
     Raises:
         ModelError: there is no such model, or it has no usable tokenizer.
     """
-    from minisgl_batch.tokenizer import ModelTokenizer, resolve_request
+    from minisgl_batch.tokenizer import ModelTokenizer, hide_torch, resolve_request
 
+    if "torch" not in sys.modules:
+        hide_torch()  # nothing is computed before this process ends
     spec = submission.spec
     tokenizer = ModelTokenizer.load(model_path(spec.model, weights=False))
     counts = TokenCounts(context=tokenizer.max_len)

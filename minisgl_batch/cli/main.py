@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +12,8 @@ import click
 from minisgl_batch._version import __version__
 from minisgl_batch.cli.console import INTERRUPTED, drop_output, show_error, talk, talk_of_warnings
 from minisgl_batch.errors import InvalidParameterError, MiniSGLError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 # name -> what its help says first; the module of the same name under minisgl_batch.cli is imported on use.
 COMMANDS = {
@@ -65,15 +68,19 @@ class LazyGroup(click.Group):
         except MiniSGLError as error:
             show_error(error)
             raise click.exceptions.Exit(error.exit_code) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
-                raise  # EPIPE ends us in silence, anything else is a defect
-            talk(f"Error: the output can't be written: {error.strerror}")
-            drop_output()
-            raise click.exceptions.Exit(1) from error
         except KeyboardInterrupt as error:
             talk("interrupted")
             raise click.exceptions.Exit(INTERRUPTED) from error
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:  # of the help, too
+            if error.errno not in _NO_ROOM or error.filename is not None:
+                raise  # EPIPE ends us in silence, anything else is a defect
+            talk(f"Error: the output can't be written: {error.strerror}")
+            drop_output()
+            sys.exit(1)
 
     def _option(self, ctx: click.Context, field: str) -> str:
         """How the user wrote a parameter that our own checks name by its field."""

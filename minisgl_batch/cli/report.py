@@ -33,8 +33,9 @@ def report(job: JobHandle, status: JobStatus, examples: Sequence[Row] = ()) -> N
     seconds = max((status.finished_at or status.now) - began, 1e-3)
     details = [f"{count(status.rows_ok, 'row')} ok, {status.rows_error:,} failed in {duration(seconds)}"]
     if manifest is not None and manifest.completion_tokens:
-        rate = manifest.completion_tokens / seconds
-        details.append(f"{manifest.completion_tokens:,} tokens generated ({rate:,.0f}/s)")
+        # What an earlier epoch generated says nothing about the rate of this one.
+        rate = f" ({manifest.completion_tokens / seconds:,.0f}/s)" if not status.epoch else " in all"
+        details.append(f"{manifest.completion_tokens:,} tokens generated{rate}")
     if manifest is not None and manifest.cached_tokens:
         details.append(f"{manifest.cached_tokens / manifest.prompt_tokens:.0%} of prompt tokens from the cache")
     talk(f"{status.state.value}: {'; '.join(details)}")

@@ -13,6 +13,7 @@ from minisgl_batch.cli import worker as worker_command
 from minisgl_batch.hub import model_path
 from minisgl_batch.tokenizer import ModelTokenizer
 from tests.minisgl_batch.cli.conftest import RunCli, write_rows
+from tests.processes import run_python
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,22 @@ def test_every_row_that_can_not_be_served_is_listed(run_cli: RunCli, tmp_path: P
     assert run_cli(*arguments, "--max-faults", 25, code=1).stderr.count("row_index ") == 25
     good = write_rows(tmp_path / "good.jsonl", ["a"])
     run_cli("submit", good, "--model", "demo", "--dry-run")
+
+
+def test_tokens_are_counted_without_torch(run_cli: RunCli, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    program = f"""
+import sys
+from minisgl_batch.cli.main import cli
+cli(["submit", {str(source)!r}, "--model", "demo", "--dry-run", "--json"], standalone_mode=False)
+print("transformers" in sys.modules, sys.modules["torch"])
+"""
+    record, loaded = run_python(program).splitlines()
+    assert (
+        json.loads(record)["prompt_tokens"]
+        == json.loads(run_cli("submit", source, "--model", "demo", "--dry-run", "--json").stdout)["prompt_tokens"]
+    )
+    assert loaded == "True None"
 
 
 def test_without_the_engine_rows_are_counted(run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,14 +128,22 @@ def test_a_pipe_that_closes_early(client: redis.Redis, submit: Callable[..., str
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("command", ["jobs --json", "results {job}"])
-def test_an_output_that_is_full(client: redis.Redis, submit: Callable[..., str], command: str) -> None:
+@pytest.mark.parametrize("command", ["jobs --json", "results {job}", "tail {job}", "--help"])
+def test_an_output_that_is_full(client: redis.Redis, submit: Callable[..., str], tmp_path: Path, command: str) -> None:
+    """A limit on file sizes makes writes fail as a full disk does."""
     with EchoWorker(client):
         job_id = submit(["a"], "--wait")
-    program = f"{sys.executable} -m minisgl_batch.cli.main {command.format(job=job_id)} > /dev/full"
-    result = subprocess.run(program, shell=True, capture_output=True, text=True, check=False, env=environment())
+    program = """
+        import resource
+        from minisgl_batch.cli.main import main
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        main()
+    """
+    args = [sys.executable, "-c", textwrap.dedent(program), *command.format(job=job_id).split()]
+    with (tmp_path / "output").open("wb") as full:
+        result = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment())
     assert result.returncode == 1
-    assert result.stderr.endswith("Error: the output can't be written: No space left on device\n")
+    assert result.stderr.endswith("Error: the output can't be written: File too large\n")
     assert "Traceback" not in result.stderr
 
 
