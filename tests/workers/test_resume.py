@@ -17,6 +17,7 @@ from minisgl_batch.errors import OutputError
 from minisgl_jobs.dataset import OWNER, SUCCESS, read_manifest
 from minisgl_jobs.model import JobState
 from minisgl_jobs.parts import part_name
+from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.submission import prepare
 from minisgl_workers.embedded_redis import EmbeddedRedis
@@ -245,3 +246,27 @@ def test_other_rows_are_refused_by_place(client: redis.Redis, submit: Submit, so
         again = submit(overwrite=True)
         assert again.id != job.id
         finish(worker, again)
+
+
+def test_a_submission_that_was_killed_half_way_is_taken_up(
+    client: redis.Redis, submit: Submit, source: Path, tmp_path: Path
+) -> None:
+    """Before the seal of a resumed job; what it had put into Redis ends by itself otherwise."""
+    with group(client, MODEL) as worker:
+        first = submit()
+        do_chunks(worker, 2)
+    client.flushall()
+    queue = JobQueue(client)
+    with prepare(source, model=MODEL, output=tmp_path / "out", chunk_rows=CHUNK) as submission:
+        assert submission.resumption is not None
+        queue.create(submission.spec, epoch=submission.resumption.epoch)
+        queue.adopt(submission.spec, submission.resumption.done)
+        queue.append(submission.spec, dict(list(submission.payloads())[:1]))
+    keys = [key for key in client.scan_iter() if b":job:" in key]
+    assert len(keys) == 3  # its record, payloads and done chunks
+    assert all(client.ttl(key) > 0 for key in keys)
+    with group(client, MODEL) as worker:
+        again = submit()
+        assert again.id == first.id
+        finish(worker, again)
+        assert len(worker.ran) == ROWS - 2 * CHUNK
