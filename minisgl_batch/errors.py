@@ -148,6 +148,10 @@ class OutputError(MiniSGLError):
     """Raised when a dataset's folder can't be written or read: a full disk, no permission, a missing part."""
 
 
+class OutputDeniedError(OutputError):
+    """Raised when a folder can't be written from here, however much room there is: others may, or nobody."""
+
+
 class OutputTakenError(OutputError, UsageError):
     """Raised when a new job can't have a folder for its output: it holds other data."""
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from minisgl_batch.errors import OutputError, UsageError
+from minisgl_batch.errors import OutputDeniedError, OutputError, UsageError
 from minisgl_jobs.model import SCHEMA_VERSION
 from minisgl_jobs.places import Place, RemotePath, list_names, make_folder, move, num_bytes, place, remove, write_whole
 
@@ -31,6 +31,7 @@ PENDING_PATTERN = re.compile(r"\.part-(\d+)-(\d+)\.(.+)")
 TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _METADATA_KEY = b"minisgl_batch"
 _REMOTE_READERS = 16  # footers of parts in an object store that are read at once
+_DENIED = (PermissionError, NotADirectoryError, FileExistsError)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _LOW_CARDINALITY = ["status", "finish_reason", "stop_reason", "error_type", "model"]
 
@@ -85,7 +86,8 @@ def write_part(folder: Place, table: pa.Table, info: PartInfo, token: str) -> Pl
     The counts of tokens and failed rows in `info` are taken from the table.
 
     Raises:
-        OutputError: the disk is full, or the folder can't be written; nothing is left behind.
+        OutputError: the disk is full, or the folder can't be written (OutputDeniedError: not from here); nothing is
+            left behind.
         ValueError: `info.num_rows` isn't the table's; a defect of the caller.
     """
     if info.num_rows != table.num_rows:
@@ -240,7 +242,8 @@ def _writing(path: Place, num_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(
+        is_denied = isinstance(error, _DENIED) or error.errno == errno.EROFS
+        raise (OutputDeniedError if is_denied else OutputError)(
             f"{path} can't be written: {error.strerror or error}{_free_space(error, path, num_bytes)}"
         ) from error
 

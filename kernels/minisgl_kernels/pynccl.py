@@ -172,7 +172,9 @@ class NcclComm:
 
 def device_bytes(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
     """Memory of a GPU as a tensor, (num_bytes,) uint8, which doesn't own it."""
-    return torch.as_tensor(_DeviceBytes(address, num_bytes), device=device)
+    memory = torch.as_tensor(_DeviceBytes(address, num_bytes), device=device)
+    assert memory.data_ptr() == address, "torch made a copy"
+    return memory
 
 
 class _DeviceBytes:

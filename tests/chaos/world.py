@@ -37,7 +37,20 @@ def row_of(ids: list[int]) -> int:
 class World:
     """A folder with it all. Use as a context manager."""
 
-    def __init__(self, folder: Path, *, num_rows: int, chunk_rows: int, lease_s: float, step_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_rows: int,
+        chunk_rows: int,
+        lease_s: float,
+        step_s: float,
+        transport: str = "--by-value",
+    ) -> None:
+        """
+        Args:
+            transport: the option that says how rows come to the workers.
+        """
         self.folder = folder
         self.num_rows = num_rows
         self.lease_s = lease_s
@@ -48,6 +61,7 @@ class World:
         self.chunk_rows = chunk_rows
         self.server = OwnServer(Path(tempfile.mkdtemp(prefix="mb-", dir=folder)))
         self._step_s = step_s
+        self._transport = transport
         (folder / "tmp").mkdir()
         self._input = folder / "rows.jsonl"
         with self._input.open("w") as file:
@@ -73,7 +87,7 @@ class World:
     def start_submit(self) -> Command:
         """Submit the job; the same again if that was done before."""
         options = ("--output", self.output, "--max-tokens", NUM_TOKENS, "--ignore-eos", "--token-ids", "--seed", 1)
-        chunk_rows = ("--chunk-rows", self.chunk_rows)
+        chunk_rows = ("--chunk-rows", self.chunk_rows, self._transport)
         return self.command("submit", self._input, "--model", MODEL, "--job-id", JOB, *chunk_rows, *options)
 
     def start_tail(self) -> Command:

@@ -52,8 +52,8 @@ def check(output: Path) -> None:
     assert set(table["completion_tokens"].to_pylist()) == {60}
 
 
-def test_a_group_that_dies_is_started_again_while_the_other_goes_on(
-    groups: Command, start: Start, tmp_path: Path
+def test_a_group_dies_another_goes_on_and_a_signal_drains_all(
+    groups: Command, start: Start, home: Path, tmp_path: Path
 ) -> None:
     output = submit(start, tmp_path)
     wait_for("the first parts", lambda: list(output.glob("part-*.parquet")), SOON_S)
@@ -65,15 +65,7 @@ def test_a_group_that_dies_is_started_again_while_the_other_goes_on(
     wait_for("its return", lambda: groups.stderr.count("group 0: serving") == 2, SOON_S)
     assert second.is_running()
     assert groups.stderr.count("group 1: serving") == 1
-    check(output)
-    groups.signal(signal.SIGTERM)
-    groups.finish()
 
-
-def test_a_signal_drains_all_groups_and_leaves_nothing(
-    groups: Command, start: Start, home: Path, tmp_path: Path
-) -> None:
-    output = submit(start, tmp_path)
     processes = [child for group in supervisors(groups) for child in [group, *group.children(recursive=True)]]
     groups.signal(signal.SIGINT)
     groups.finish(timeout_s=90)
@@ -89,8 +81,5 @@ def test_a_signal_drains_all_groups_and_leaves_nothing(
 def test_an_option_that_can_not_be_used_is_said_once(start: Start) -> None:
     with start("worker", "--model", "demo", "--groups", 2, "--max-seq-len", 10**6) as refused:
         refused.finish(code=2)
-    assert "max_seq_len" in refused.stderr
-    with start("worker", "--model", "demo", "--groups", 2, "--device", "cuda") as refused:
-        refused.finish(code=2)
-    assert "2 groups of 1 ranks need 2 GPUs" in refused.stderr
+    assert "max_seq_len" in refused.stderr.replace("-", "_")
     assert "Traceback" not in refused.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import shutil
 import subprocess
 import threading
 import time
@@ -19,7 +20,7 @@ from minisgl_batch.client import Client
 from minisgl_jobs.dataset import SUCCESS, read_dataset
 from minisgl_jobs.model import JobState
 from minisgl_jobs.parts import write_part
-from minisgl_workers import part_writer
+from minisgl_workers import loading, part_writer
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from minisgl_workers.part_writer import MAX_UNCOMMITTED
 from tests.jobs.helpers import wait_for
@@ -189,16 +190,39 @@ def test_a_canceled_job_does_not_wait_for_chunks_that_can_not_be_written(
     with group(client, MODEL) as worker:
         work = worker.take()
         worker.run(work)
-        (tmp_path / "out").rename(tmp_path / "away")
-        (tmp_path / "out").touch()
-        wait_for("the refusal", lambda: worker.tick() or worker.delivery.trouble)
-        assert "out/.part-0-000000" in worker.delivery.trouble
-        wait_for("heartbeat", lambda: worker.tick() or api.workers())
-        job.cancel()
-        worker.give_up(work)
-        assert worker.delivery.trouble == ""
-        assert job.status().state is JobState.FINALISING
-        (tmp_path / "out").unlink()
-        (tmp_path / "away").rename(tmp_path / "out")
+        with limited_file_size(tmp_path):
+            wait_for("the refusal", lambda: worker.tick() or worker.delivery.trouble)
+            assert "out/.part-0-000000" in worker.delivery.trouble
+            wait_for("heartbeat", lambda: worker.tick() or api.workers())
+            job.cancel()
+            worker.give_up(work)
+            assert worker.delivery.trouble == ""
+            assert job.status().state is JobState.FINALISING
         worker.end_jobs()
     assert read_dataset(tmp_path / "out")["row_index"].to_pylist() == [0, 1]
+
+
+def test_a_job_whose_folder_can_not_be_written_here_is_left_to_others_and_the_next_one_goes_on(
+    api: Client, client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "FIRST_PAUSE_S", 0.3)
+    bad = api.submit(["a", "b", "c"], model=MODEL, output=tmp_path / "bad", chunk_rows=2)
+    shutil.rmtree(tmp_path / "bad")
+    (tmp_path / "bad").touch()  # a file where the folder was
+    with group(client, MODEL) as worker:
+
+        def serve() -> None:
+            worker.tick()
+            for work in list(worker.delivery.works):
+                worker.run(work)
+            worker.end_jobs()
+
+        wait_for("the job to be passed on", lambda: serve() or "can't be written" in bad.status().blocked)
+        good = api.submit(["d"], model=MODEL, output=tmp_path / "good")
+        wait_for("the other job", lambda: serve() or good.status().state is JobState.FINISHED)
+        assert bad.status().state is JobState.RUNNING
+        (tmp_path / "bad").unlink()
+        wait_for("the first one", lambda: serve() or bad.status().state is JobState.FINISHED)
+        assert sorted(worker.ran) == [(0, 0), (0, 0), (1, 0), (2, 0)]  # row 0 of both, and none twice
+    assert read_dataset(tmp_path / "bad")["row_index"].to_pylist() == [0, 1, 2]
+    assert bad.status().num_deaths == 0

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from minisgl_batch.errors import OutputError
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.leases import Lease
 from minisgl_jobs.model import JobSpec, Row, RowError
+from minisgl_jobs.parts import PartInfo, write_part
+from minisgl_jobs.places import Place
 from minisgl_jobs.references import ChunkRows
 from minisgl_workers import part_writer
 from minisgl_workers.part_writer import PartWriter
@@ -26,8 +30,14 @@ def test_a_folder_that_can_not_be_written_does_not_hold_back_others_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_writer, "RETRY_S", 0.05)
-    (tmp_path / "file").touch()
-    bad, good = complete_chunk(tmp_path / "file" / "out", "bad"), complete_chunk(tmp_path / "good", "good")
+    bad, good = complete_chunk(tmp_path / "bad", "bad"), complete_chunk(tmp_path / "good", "good")
+
+    def write(folder: Place, table: pa.Table, info: PartInfo, token: str) -> Place:
+        if folder.name == "bad":
+            raise OutputError("the bad disk is full")
+        return write_part(folder, table, info, token)
+
+    monkeypatch.setattr(part_writer, "write_part", write)
     writer = PartWriter()
     written: list[ChunkWork] = []
 
@@ -41,7 +51,7 @@ def test_a_folder_that_can_not_be_written_does_not_hold_back_others_for_ever(
     wait_for("the good one", lambda: try_to_write(bad, good))
     assert written == [good]
     wait_for("another refusal", lambda: try_to_write(bad) and writer.trouble)
-    assert "file" in writer.trouble
+    assert writer.trouble == "the bad disk is full"
     writer.drop(bad)
     assert not writer.is_behind
     writer.finish(1)

@@ -78,7 +78,7 @@ class Delivery:
         self._renamer = PartRenamer()
         self._written: list[tuple[ChunkWork, Place]] = []  # on disk, to be committed
         self._unconfirmed: list[Lease] = []  # renames that Redis wasn't told of
-        self._unread: list[tuple[Lease, str]] = []  # chunks whose rows can't be read here, and why
+        self._unusable: list[tuple[Lease, str]] = []  # chunks that can't be read or written here, and why
         self.works: list[ChunkWork] = []
         self.stopped: list[ChunkWork] = []
         self.spooled: list[tuple[ChunkWork, tuple[int, int]]] = []
@@ -146,7 +146,8 @@ class Delivery:
             self._queue.renamed(self._renamer.renamed())
             for work in self.works:
                 self._spool_work(work)
-            self._queue.handback([*(work.lease for work in self.works), *self._loader.leases])
+            unusable = (lease for lease, _ in self._unusable)
+            self._queue.handback([*(work.lease for work in self.works), *self._loader.leases, *unusable])
             self._queue.leave()
         except (RedisUnavailableError, RedisFullError) as error:
             logger.warning("%d chunks were not handed back, their leases run out: %s", len(self.works), error)
@@ -252,9 +253,20 @@ class Delivery:
         for work, path in self._writer.written():
             work.is_written = True
             self._written.append((work, path))
+        self._pass_on()
         while self._written:
             self._commit_part(*self._written[0])
             del self._written[0]  # only now: when Redis is away it is tried again
+
+    def _pass_on(self) -> None:
+        """Chunks whose folder can't be written from here go back with their results, for workers that can."""
+        while self._writer.denied:
+            work, reason = self._writer.denied[0]
+            if not work.is_stopped:
+                if self._spool_work(work):
+                    self._unusable.append((work.lease, self._loader.avoid(work.lease, reason)))
+                self._drop(work)
+            del self._writer.denied[0]  # only now: when Redis is away or full it is tried again
 
     def _commit_part(self, work: ChunkWork, pending: Place) -> None:
         """A part is on disk: commit its chunk."""
@@ -303,12 +315,12 @@ class Delivery:
         """Chunks whose rows have been read may run; those that can't be read here go back."""
         works, unread = self._loader.loaded()
         self.works += works
-        self._unread += unread
-        while self._unread:
-            lease, reason = self._unread[0]
+        self._unusable += unread
+        while self._unusable:
+            lease, reason = self._unusable[0]
             self._queue.handback([lease], reason=reason)
             self._keeper.remove(lease)
-            del self._unread[0]  # only now: when Redis is away it is tried again
+            del self._unusable[0]  # only now: when Redis is away it is tried again
 
     def _has_room(self) -> bool:
         if not self.works:

@@ -102,7 +102,7 @@ class ChunkLoader:
                 works.append(future.result())
                 self._pauses.pop(lease.spec.job_id, None)
             except (InputUnreachableError, OutputError) as error:
-                unread.append((lease, self._pause(lease, str(error))))
+                unread.append((lease, self.avoid(lease, str(error))))
         return works, unread
 
     def wait(self, timeout_s: float) -> None:
@@ -115,7 +115,8 @@ class ChunkLoader:
             reader.close()
         self._loading.clear()
 
-    def _pause(self, lease: Lease, reason: str) -> str:
+    def avoid(self, lease: Lease, reason: str) -> str:
+        """Leave the job of a chunk to others for a while; answers the reason."""
         job_id = lease.spec.job_id
         before = self._pauses.get(job_id)
         length_s = FIRST_PAUSE_S if before is None else min(LONGEST_PAUSE_S, 2 * before.length_s)

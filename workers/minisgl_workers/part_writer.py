@@ -9,7 +9,7 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from minisgl_batch.errors import OutputError
+from minisgl_batch.errors import OutputDeniedError, OutputError
 from minisgl_jobs.kept import add_columns
 from minisgl_jobs.leases import Lease
 from minisgl_jobs.parts import PartInfo, commit_part, output_place, remove_file, write_part
@@ -32,6 +32,7 @@ class PartWriter:
     different folders, until one can be written.
 
     Attributes:
+        denied: chunks whose folder can't be written from here, and why; the caller empties the list.
         trouble: why the first of those that wait couldn't be written; "" when none waits.
     """
 
@@ -40,6 +41,7 @@ class PartWriter:
         self._writing: dict[ChunkWork, Future[Place]] = {}
         self._refused: list[ChunkWork] = []
         self._reason = ""
+        self.denied: list[tuple[ChunkWork, str]] = []
         self._retry_at = 0.0
         self._remind_at = 0.0
 
@@ -72,6 +74,9 @@ class PartWriter:
             del self._writing[work]
             try:
                 done.append((work, writing.result()))
+            except OutputDeniedError as error:
+                self.drop(work)
+                self.denied.append((work, str(error)))
             except OutputError as error:
                 self._refuse(work, error)
             else:

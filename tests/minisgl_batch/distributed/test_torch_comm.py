@@ -11,6 +11,8 @@ from torch.distributed import HashStore
 from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.distributed.join import join_group
 from minisgl_batch.distributed.place import RankPlace
+from minisgl_batch.distributed.pynccl_comm import make_communicator
+from minisgl_batch.distributed.torch_comm import TorchCommunicator
 from tests.minisgl_batch.distributed.rank_pool import RankPool
 
 
@@ -18,6 +20,14 @@ def collect(tp: TPGroup, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, torc
     """This rank's gathered and summed inputs."""
     mine = inputs[tp.rank].clone()  # sent tensors share memory with the test, and sums are in place
     return tp.all_gather(mine), tp.all_reduce(mine)
+
+
+def gpu_communicator(tp: TPGroup) -> tuple[str, float]:
+    """What a group without GPUs gets for them, and that its hosts still talk to each other."""
+    hosts = tp.comm
+    assert isinstance(hosts, TorchCommunicator)
+    comm = make_communicator(hosts._place, torch.device("cuda", tp.rank), hosts, use_pynccl=True)
+    return comm.describe(), float(comm.all_reduce(torch.ones(1)))
 
 
 def place(tp: TPGroup) -> tuple[int, int]:
@@ -42,6 +52,11 @@ def test_gathering_takes_views_that_are_not_contiguous(rank_pool: Callable[[int]
     inputs = torch.randn(2, 6, 4).transpose(1, 2)
     for gathered, _ in rank_pool(2).run(collect, list(inputs)):
         assert torch.equal(gathered, inputs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_nccl_all_ranks_fall_back_together(rank_pool: Callable[[int], RankPool]) -> None:
+    assert rank_pool(2).run(gpu_communicator) == [("torch.distributed", 2.0)] * 2
 
 
 def test_ranks_know_their_place(rank_pool: Callable[[int], RankPool]) -> None:
