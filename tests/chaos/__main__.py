@@ -21,9 +21,9 @@ CHUNK_ROWS = 64
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--chunks", type=int, default=600)
+    parser.add_argument("--chunks", type=int, default=1000)
     parser.add_argument("--lease-s", type=float, default=3.0)
-    parser.add_argument("--rounds", type=int, default=10, help="of strikes of every kind at each group")
+    parser.add_argument("--rounds", type=int, default=8, help="of strikes of every kind at each group")
     parser.add_argument("--restarts", type=int, default=2, help="of Redis")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--save", action="store_true", help="append to tests/bench/results/chaos.jsonl")
