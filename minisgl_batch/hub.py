@@ -60,6 +60,6 @@ def _download(model: str, patterns: list[str]) -> Path:
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelError(
-            f"can't get model {model!r}: it is no local folder, and the Hugging Face hub answered: "
+            f"can't get model {model!r}: it is no folder here, and not {DEMO_MODEL}; the Hugging Face hub answered: "
             f"{one_line(str(error), MAX_ANSWER_CHARS)}"
         ) from error

@@ -117,7 +117,7 @@ def _target(output: str | None) -> Iterator[IO[bytes]]:
         sys.stdout.buffer.flush()
         return
     path = Path(os.path.realpath(output))  # a link stays, and what it leads to is written
-    if path.is_dir():
+    if os.path.isdir(path):  # where Path.is_dir fails, such as on a name that is too long, writing tells why
         raise InvalidParameterError("output", f"{output!r} is a folder: name a file")
     try:
         if path.exists() and not path.is_file():

@@ -43,7 +43,8 @@ def measure(status: JobStatus, workers: Iterable[WorkerInfo]) -> Progress:
     spec = status.spec
     busy = {lease.worker_id for lease in status.leases}
     working = [worker for worker in workers if worker.worker_id in busy]
-    troubles = (worker.trouble for worker in working)
+    troubles = [status.error if status.state is JobState.FINALISING else "", *(worker.trouble for worker in working)]
+    trouble = next(filter(None, troubles), "")
     prompt_tokens = sum(worker.prompt_tokens for worker in working)
     # In a retry the old error rows are what is left to do.
     committed = status.rows_ok if status.epoch and not status.state.is_final else status.rows_done
@@ -53,8 +54,8 @@ def measure(status: JobStatus, workers: Iterable[WorkerInfo]) -> Progress:
         rows_done=rows_done,
         tokens_per_s=sum(worker.tokens_per_s for worker in working),
         cached_share=sum(worker.cached_tokens for worker in working) / prompt_tokens if prompt_tokens else None,
-        eta_s=_eta(status, rows_done),
-        trouble=status.error if status.state is JobState.FINALISING else next(filter(None, troubles), ""),
+        eta_s=None if trouble else _eta(status, rows_done),
+        trouble=trouble,
     )
 
 

@@ -122,13 +122,14 @@ def test_nothing_survives_a_kill(start: Start, home: Path) -> None:
         run.finish(code=-signal.SIGKILL)
 
 
-def test_a_run_that_was_killed_goes_on_when_it_is_started_again(start: Start, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_goes_on_when_it_is_started_again(start: Start, home: Path, tmp_path: Path) -> None:
     """Its Redis is gone with it."""
     run = ("run", EXAMPLES, "--model", "demo", "--output", "out", "--chunk-rows", 16)
     with start(*run) as killed:
         wait_for("the first parts", lambda: len(list((tmp_path / "out").glob("part-*"))) > 1, 60)
         killed.signal(signal.SIGKILL)
         killed.finish(code=-signal.SIGKILL)
+    wait_for("the end of its worker, which may write a part yet", lambda: not left_behind(home), 20)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*")}
     with start(*run) as again:
         again.finish()

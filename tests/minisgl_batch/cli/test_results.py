@@ -133,4 +133,5 @@ def test_folders_are_no_files(
         job_id = submit(["a"], "--wait")
     before = sorted(os.listdir(tmp_path))
     assert f"--output: {output!r} is a folder: name a file" in run_cli("results", job_id, "-o", output, code=2).stderr
+    assert "can't be written: File name too long" in run_cli("results", job_id, "-o", "x" * 300, code=1).stderr
     assert sorted(os.listdir(tmp_path)) == before
