@@ -42,6 +42,7 @@ from minisgl_batch.tokenizer import (
     SampleOutput,
     resolve_request,
 )
+from minisgl_batch.words import count
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
@@ -241,7 +242,7 @@ class LLM:
     def _prepare(self, inputs: list[PromptInput], params: Params) -> _Work:
         layers = [params or SamplingParams()] * len(inputs) if not isinstance(params, Sequence) else list(params)
         if len(layers) != len(inputs):
-            raise UsageError(f"sampling_params: {len(layers)} were given for {len(inputs)} prompts")
+            raise UsageError(f"sampling_params: {len(layers)} were given for {count(len(inputs), 'prompt')}")
         work = _Work(inputs)
         encoded = self.tokenizer.encode_inputs(inputs)
         for index, (ids, layer) in enumerate(zip(encoded, layers, strict=True)):

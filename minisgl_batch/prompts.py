@@ -25,8 +25,10 @@ def as_prompts(given: Prompts) -> list[PromptInput]:
     """One prompt or many as a list of texts, token ids and messages.
 
     Raises:
-        RequestError: one is none of these; says which.
+        UsageError: it isn't a list. RequestError: one is none of these; says which.
     """
+    if not _has_items(given):
+        raise UsageError(f"prompts: must be a prompt or a list of prompts, not {kind(given)}")
     return [_prompt(index, prompt) for index, prompt in enumerate(_as_many(given))]
 
 
@@ -69,12 +71,19 @@ def _prompt(index: int, given: Prompt) -> PromptInput:
         if isinstance(value, str) != (name == "prompt"):
             raise _invalid(index, f"{name} must be {'a text' if name == 'prompt' else 'token ids'}, not {kind(value)}")
         return cast(PromptInput, value)
+    if not _has_items(given):
+        raise _invalid(index, f"must be a text, token ids or chat messages, not {kind(given)}")
     if not isinstance(given, str) and len(given) and isinstance(given[0], Mapping):
         try:
             check_messages(list(given), "messages")
         except FieldError as error:
             raise _invalid(index, f"{error.field} {error.problem} ({error.hint})") from None
     return given
+
+
+def _has_items(given: object) -> bool:
+    """Whether it is a text, a list, an array or the like."""
+    return hasattr(given, "__len__") and hasattr(given, "__getitem__")
 
 
 def _is_wrapped(given: Mapping[str, Any]) -> bool:

@@ -35,6 +35,7 @@ from minisgl_batch.errors import (
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
 from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output, reopen_resumed
+from minisgl_jobs.faults import MAX_SHOWN
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, JobState, Priority
@@ -89,6 +90,7 @@ class Client:
         chat: bool | None = None,
         limit: int | None = None,
         on_error: Literal["fail", "record"] = "fail",
+        max_faults: int = MAX_SHOWN,
         priority: Priority | str = Priority.NORMAL,
         chunk_rows: int = MAX_CHUNK_ROWS,
         seed: int | None = None,
@@ -108,8 +110,8 @@ class Client:
             model: the name that workers serve it as.
             output: a folder or URL that the workers see; by default `outputs/<job id>` here.
             params: sampling of rows that don't say otherwise.
-            system, template, prompt_column, messages_column, settings, keep_columns, chat, limit, on_error: see
-                `ReadOptions`.
+            system, template, prompt_column, messages_column, settings, keep_columns, chat, limit, on_error,
+                max_faults: see `ReadOptions`.
             priority: "high", "normal" or "low".
             chunk_rows: rows per unit of delivery, which is one Parquet part.
             seed: makes the samples of rows without a seed of their own repeatable.
@@ -145,6 +147,7 @@ class Client:
             chat=chat,
             limit=limit,
             on_error=on_error,
+            max_faults=max_faults,
         )
         with ExitStack() as stack:
             if not isinstance(source, str | os.PathLike) and hasattr(source, "__arrow_c_stream__"):

@@ -134,6 +134,7 @@ def test_prompts_as_vllm_has_them(llm: LLM) -> None:
         ({"prompt": [1, 2]}, "prompt must be a text, not a list"),
         ({"prompt_token_ids": "1 2"}, "prompt_token_ids must be token ids, not a string"),
         ([{"role": "x", "content": "a"}], r"messages\[0\].role must be one of"),
+        (None, "must be a text, token ids or chat messages, not null"),
         ([{"role": "user"}], r"messages\[0\].content is missing"),
     ],
 )
@@ -141,7 +142,9 @@ def test_what_is_no_prompt(llm: LLM, bad: Any, problem: str) -> None:
     with pytest.raises(RequestError, match=f"^prompt 1: {problem}"):
         llm.generate([QUESTION, bad], progress=False)
     with pytest.raises(RequestError, match=f"^prompt 0: {problem}"):
-        llm.generate(bad, progress=False)
+        llm.generate([bad], progress=False)
+    with pytest.raises(UsageError, match="must be a prompt or a list of prompts, not a number"):
+        llm.generate(5, progress=False)  # type: ignore[arg-type]
 
 
 def test_what_is_no_chat(llm: LLM) -> None:

@@ -79,7 +79,10 @@ def test_nothing_is_queued_when_a_row_is_faulty(
 ) -> None:
     with pytest.raises(InvalidInputError) as caught:
         submit([{"prompt": "a"}, {"prompt": ""}, {}])
-    assert caught.value.num_faults == 2
+    assert (caught.value.num_faults, len(caught.value.faults)) == (2, 2)
+    with pytest.raises(InvalidInputError) as caught:
+        submit([{"prompt": "a"}, {"prompt": ""}, {}], max_faults=1)
+    assert (caught.value.num_faults, len(caught.value.faults)) == (2, 1)
     assert list(client.scan_iter()) == []
     assert not (tmp_path / "out").exists()
 
