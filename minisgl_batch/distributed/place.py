@@ -79,7 +79,7 @@ class FollowerConfig(msgspec.Struct, frozen=True):
     Attributes:
         engine: the engine's options, the same on all ranks.
         place: where it stands.
-        in_worker: it is a worker group's process, whose supervisor wants signs of life.
+        in_worker: it is a worker group's process, to be killed with the supervisor's main thread.
         heeds_sigterm: a SIGTERM ends it; without, rank 0 says when it is over.
     """
 

@@ -22,8 +22,7 @@ def main(config: FollowerConfig, status: StatusPipe) -> None:
     links = join(config.engine, config.place)
     rank = Rank(config.engine, None, links)
     status.ready()
-    if config.in_worker:
-        status.start_beats(lambda: links.progress)
+    status.start_beats(lambda: links.progress)
     rank.scheduler.run()
     rank.close()
 

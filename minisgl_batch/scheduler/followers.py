@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import signal
 import tempfile
 import threading
 import time
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from minisgl_batch.child_process import ChildFailed, ChildProcess
+from minisgl_batch.child_process import ChildBeat, ChildFailed, ChildProcess
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_this_host
 from minisgl_batch.errors import RankLostError, WorkerError
@@ -26,6 +27,8 @@ from minisgl_batch.scheduler.rank import Links, join
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 1.0
+SILENT_S = 30.0  # far more than a follower can be kept from its signs of life by its own work or by a busy machine
 SETTLE_S = 5.0  # an error's effects on other ranks may be seen before the error: by so much at most
 # The caller's own program may use all processors, and its output is its own.
 _ENV = {"OMP_WAIT_POLICY": "passive", "MINISGL_LOG_LEVEL": "WARNING"}
@@ -44,6 +47,8 @@ class Followers:
         ]
         self._links: Links | None = None
         self._failed: Future[str] = Future()
+        self._echo: tuple[str, float] | None = None  # a failure that another one brought about, and when
+        self._heard: dict[ChildProcess, float] = {}  # when those that serve last gave a sign of life
         self._wake_fd, self._stop_fd = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="followers", daemon=True)
         self._watcher.start()
@@ -99,33 +104,57 @@ class Followers:
 
     def _watch(self) -> None:
         """Wait for the first failure, or for `stop`."""
-        effect: str | None = None  # a failure that another one brought about
-        deadline = float("inf")
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_fd, selectors.EVENT_READ)
             for child in self._children:
                 selector.register(child.status_fd, selectors.EVENT_READ, child)
-            while True:
-                timeout_s = None if effect is None else max(0.0, deadline - time.monotonic())
-                events = selector.select(timeout_s)
-                if effect is not None and not events:
-                    return self._fail(effect)
+            while not self._failed.done():
+                looked = time.monotonic()
+                events = selector.select(LOOK_S)
+                pause_s = time.monotonic() - looked
+                if pause_s > LOOK_S + 1:  # this process was stopped, or its host slept: it heard nothing meanwhile
+                    self._heard = {child: at + pause_s for child, at in self._heard.items()}
                 for key, _ in events:
                     if key.fd == self._wake_fd:
-                        return None
-                    match key.data.read_status():
-                        case ChildFailed(is_echo=True) as failure:
-                            selector.unregister(key.fd)
-                            effect = effect or f"{key.data.name}: {failure.message}"
-                            deadline = min(deadline, time.monotonic() + SETTLE_S)
-                        case ChildFailed() as failure:
-                            return self._fail(f"{key.data.name}: {failure.message}")
-                        case None:
-                            return self._fail(f"{key.data.name} {key.data.describe_end()}")
-                        case _:
-                            pass  # it is ready
+                        return
+                    if not self._take_statuses(key.data):
+                        selector.unregister(key.fd)
+                self._find_hanging()
+                if self._echo is not None and time.monotonic() > self._echo[1] + SETTLE_S:
+                    self._fail(self._echo[0])
+
+    def _take_statuses(self, child: ChildProcess) -> bool:
+        """What a follower has said since; False once that was its last word."""
+        while True:
+            match child.read_status():
+                case ChildBeat():
+                    self._heard[child] = time.monotonic()
+                case ChildFailed() as failure:
+                    self._heard.pop(child, None)
+                    message = f"{child.name}: {failure.message}"
+                    if failure.is_echo:
+                        self._echo = self._echo or (message, time.monotonic())
+                    else:
+                        self._fail(message)
+                    return False
+                case None:
+                    self._fail(f"{child.name} {child.describe_end()}")
+                    return False
+                case _:
+                    pass  # it is ready
+            if not child.has_more:
+                return True
+
+    def _find_hanging(self) -> None:
+        for child, at in self._heard.items():
+            if time.monotonic() - at > SILENT_S:
+                self._fail(f"{child.name} hangs: silent for {SILENT_S:.0f} s")
+                child.send_signal(signal.SIGKILL)  # so that collectives between hosts end, too
 
     def _fail(self, message: str) -> None:
+        """The first one counts."""
+        if self._failed.done():
+            return
         self._failed.set_result(message)
         if self._links is not None:
             self._links.tp.abort()

@@ -108,6 +108,15 @@ def test_a_follower_that_dies_while_idle_is_named() -> None:
             llm.generate(MESSAGES, ENDLESS, progress=False)
 
 
+def test_a_follower_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "SILENT_S", 3.0)
+    with LLM("demo", dtype="float32", tp=2) as llm:
+        assert llm.chat(MESSAGES, progress=False)[0].outputs[0].text == "42"
+        os.kill(child_pids(llm)[0], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match="rank 1 hangs: silent for 3 s"):
+            llm.generate(MESSAGES, ENDLESS, progress=False)
+
+
 def test_a_follower_that_can_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers, "FOLLOWER", "no.such.module")
     with pytest.raises(WorkerError, match="rank 1 ended with exit code 1"):
