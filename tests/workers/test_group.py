@@ -195,11 +195,11 @@ def test_a_drained_or_stopped_group_loses_nothing_and_no_finished_row_runs_again
     api: Client, client: redis.Redis, redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    engine = EchoConfig(max_running=4, step_s=0.1, log=str(log))
+    engine = EchoConfig(max_running=4, step_s=0.06, log=str(log))
     job = submit(api, tmp_path / "out", 24, chunk_rows=24)
     finished: set[int] = set()
     for num_signals in (1, 2):
-        with start_echo_group(redis_server.url, engine=engine, lease_s=1.0, drain_s=1.0) as command:
+        with start_echo_group(redis_server.url, engine=engine, lease_s=1.0, drain_s=0.5) as command:
             command.wait_for("serving", READY_S)
             so_far = job.status().num_spooled
             wait_for("rows in the spool", lambda so_far=so_far: job.status().num_spooled > so_far, 30)
@@ -226,7 +226,7 @@ def test_readers_see_every_token_once_whenever_they_come_however_slow_and_often_
     engine = EchoConfig(max_running=16, step_s=0.02)
     with start_echo_group(redis_server.url, engine=engine) as command:
         command.wait_for("serving", READY_S)
-        job = submit(api, tmp_path / "out", 100, chunk_rows=16)
+        job = submit(api, tmp_path / "out", 64, chunk_rows=16)
         readers = [Reader(redis_server.url, job.id), Reader(redis_server.url, job.id, pause_s=0.01)]
         for _ in range(20):
             time.sleep(rng.uniform(0, 0.1))
@@ -237,7 +237,7 @@ def test_readers_see_every_token_once_whenever_they_come_however_slow_and_often_
         readers.append(Reader(redis_server.url, job.id))
         for reader in readers:
             reader.check(tmp_path / "out", END_S)
-        check_whole(job, tmp_path / "out", 100)
+        check_whole(job, tmp_path / "out", 64)
 
 
 def test_a_group_leaves_nothing_in_the_temporary_folder(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
