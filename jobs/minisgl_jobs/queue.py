@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import redis
 
 from minisgl_batch.errors import (
+    DamagedJobError,
     InvalidParameterError,
     JobExistsError,
     JobNotFoundError,
@@ -145,12 +147,9 @@ class JobQueue:
         for queue in [queue_name(model)] if model else self.queues():
             prefix = QueueKeys(queue).prefix
             for job_id in self._scripts.run("list", prefix, limit):
-                reply = self._scripts.run("status", prefix, job_id)
-                try:
-                    if reply:
+                with _listing():
+                    if reply := self._scripts.run("status", prefix, job_id):
                         found.append(parse_status(job_id.decode(), reply))
-                except SchemaVersionError as error:
-                    logger.warning("not listed: %s", error)
         return sorted(found, key=lambda status: status.created_at, reverse=True)[:limit]
 
     def cancel(self, job_id: str, why: str = "") -> None:
@@ -182,6 +181,10 @@ class JobQueue:
         # A call that is repeated by the client library finds the epoch that it has opened itself.
         if before != b"partial" and int(epoch_before) == epoch:
             raise JobStateError(f"job {job_id} can't be retried: it is {before.decode()}, not partial")
+
+    def fail(self, job_id: str, why: str) -> None:
+        """Take a job out of the queue whose records are damaged: it has ended then."""
+        self._scripts.run("fail", self.find(job_id).prefix, job_id, why)
 
     def purge(self, job_id: str) -> None:
         """Forget a job that has ended, before its keys expire by themselves. Its dataset stays.
@@ -261,6 +264,15 @@ class JobQueue:
         if answer is None:
             raise _ended(job_id)
         return answer
+
+
+@contextmanager
+def _listing() -> Iterator[None]:
+    """Jobs that can't be read are passed over, with a warning."""
+    try:
+        yield
+    except (SchemaVersionError, DamagedJobError) as error:
+        logger.warning("not listed: %s", error)
 
 
 def _check_spec(spec: JobSpec) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 import redis
 from redis import exceptions
 
-from minisgl_batch.errors import RedisFullError, RedisUnavailableError
+from minisgl_batch.errors import DamagedJobError, RedisFullError, RedisUnavailableError
 from minisgl_jobs.keys import lua_names
+
+_DAMAGE = ("WRONGTYPE", "not an integer", "not a valid float", "bit offset", "attempt to", "bad argument", "Expected ")
 
 
 @cache
@@ -40,6 +42,7 @@ class Scripts:
         Raises:
             RedisFullError: Redis has no room for what the script would add; nothing was changed.
             RedisUnavailableError: Redis stayed away; the step may or may not have happened, and may be repeated.
+            DamagedJobError: the records that it met are not ours.
         """
         script = self._registered.get(name)
         if script is None:
@@ -55,6 +58,7 @@ def redis_errors() -> Iterator[None]:
     Raises:
         RedisFullError: out of memory, or Redis can't write its own files.
         RedisUnavailableError: Redis can't be reached, or is a replica at the moment (a failover).
+        DamagedJobError: a key is of another type than ours, or holds something else.
     """
     try:
         yield
@@ -69,4 +73,6 @@ def redis_errors() -> Iterator[None]:
             raise RedisFullError(f"Redis takes no more data: {text}") from error
         if "READONLY" in text:
             raise RedisUnavailableError(f"Redis is away: {text}") from error
+        if any(sign in text for sign in _DAMAGE):
+            raise DamagedJobError(f"records in Redis are damaged: {text}") from error
         raise

@@ -6,11 +6,14 @@ Knows the replies of the scripts, but makes no calls.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from minisgl_batch.errors import DamagedJobError, MiniSGLError
 from minisgl_batch.words import one_line
 from minisgl_jobs.model import JobSpec, JobState, check_schema_version
 
@@ -156,7 +159,25 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
 
     Raises:
         SchemaVersionError: another release wrote the job.
+        DamagedJobError: nobody of ours did.
     """
+    with damage_of(job_id):
+        return _parse_status(job_id, reply)
+
+
+@contextmanager
+def damage_of(job_id: str) -> Iterator[None]:
+    """Raise DamagedJobError for whatever decoding a job's records raises: anybody may have put them there."""
+    try:
+        yield
+    except MiniSGLError:
+        raise
+    except Exception as error:
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise DamagedJobError(f"records of job {job_id} in Redis are damaged (purge forgets it): {why}") from error
+
+
+def _parse_status(job_id: str, reply: list[Any]) -> JobStatus:
     flat, leases, num_workers, paused, now_ms, num_waiting = reply
     fields: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
     is_held = b"held" in fields and fields[b"state"] == JobState.QUEUED.value.encode()

@@ -79,6 +79,7 @@ class Delivery:
         self._written: list[tuple[ChunkWork, Place]] = []  # on disk, to be committed
         self._unconfirmed: list[Lease] = []  # renames that Redis wasn't told of
         self._unusable: list[tuple[Lease, str]] = []  # chunks that can't be read or written here, and why
+        self._damaged: list[tuple[Lease, str]] = []  # chunks whose records nobody can use
         self.works: list[ChunkWork] = []
         self.stopped: list[ChunkWork] = []
         self.spooled: list[tuple[ChunkWork, tuple[int, int]]] = []
@@ -274,8 +275,13 @@ class Delivery:
         if work.is_stopped:
             self._renamer.discard(pending)
             return
-        rows_ok, rows_error = work.count_rows()
-        if self._queue.complete(lease, rows_ok=rows_ok, rows_error=rows_error) is Commit.STALE:
+        try:
+            rows_ok, rows_error = work.count_rows()
+            commit = self._queue.complete(lease, rows_ok=rows_ok, rows_error=rows_error)
+        except ValueError as error:  # spooled results of other rows, or counts that were changed
+            self._queue.fail(work.job_id, str(error))
+            commit = Commit.STALE
+        if commit is Commit.STALE:
             self._renamer.discard(pending)
             self._drop(work)
             return
@@ -313,9 +319,15 @@ class Delivery:
 
     def _begin_loaded(self) -> None:
         """Chunks whose rows have been read may run; those that can't be read here go back."""
-        works, unread = self._loader.loaded()
+        works, unread, damaged = self._loader.loaded()
         self.works += works
         self._unusable += unread
+        self._damaged += damaged
+        while self._damaged:
+            lease, reason = self._damaged[0]
+            self._queue.fail(lease.spec.job_id, reason)
+            self._keeper.remove(lease)
+            del self._damaged[0]
         while self._unusable:
             lease, reason = self._unusable[0]
             self._queue.handback([lease], reason=reason)

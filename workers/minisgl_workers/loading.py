@@ -91,9 +91,9 @@ class ChunkLoader:
             loading[1].cancel()
         return loading is not None
 
-    def loaded(self) -> tuple[list[ChunkWork], list[tuple[Lease, str]]]:
-        """What has been read since the last time, and what couldn't be, with the reason."""
-        works, unread = [], []
+    def loaded(self) -> tuple[list[ChunkWork], list[tuple[Lease, str]], list[tuple[Lease, str]]]:
+        """What has been read since the last time, what couldn't be, and what nobody can, with the reasons."""
+        works, unread, damaged = [], [], []
         for token, (lease, future) in list(self._loading.items()):
             if not future.done():
                 continue
@@ -101,9 +101,12 @@ class ChunkLoader:
             try:
                 works.append(future.result())
                 self._pauses.pop(lease.spec.job_id, None)
-            except (InputUnreachableError, OutputError) as error:
+            except (InputUnreachableError, OutputError, OSError, MemoryError) as error:
                 unread.append((lease, self.avoid(lease, str(error))))
-        return works, unread
+            except Exception as error:  # one job's records must not end the group, whatever is wrong with them
+                logger.debug("chunk %d of job %s", lease.chunk, lease.spec.job_id, exc_info=True)
+                damaged.append((lease, f"chunk {lease.chunk}: {type(error).__name__}: {error}"))
+        return works, unread, damaged
 
     def wait(self, timeout_s: float) -> None:
         """Until something has been read."""
