@@ -113,6 +113,10 @@ class SchemaVersionError(QueueError):
     exit_code = 5
 
 
+class DamagedJobError(QueueError):
+    """Raised when what Redis holds of a job can't have been written by this package."""
+
+
 class JobNotFoundError(QueueError):
     """Raised when no job has the given id (finished jobs expire)."""
 

@@ -23,6 +23,7 @@ from minisgl_jobs.parts import (
     PENDING_PATTERN,
     TOKEN_COUNTS,
     Part,
+    is_folder,
     list_folder,
     part_name,
     part_names,
@@ -363,8 +364,9 @@ def clear_dataset(folder: Place) -> None:
         OutputError: the folder can't be written.
     """
     ours = sorted((name for name in list_folder(folder) if _is_ours(name)), key=lambda n: (n != SUCCESS, n != MANIFEST))
-    for name in ours:
-        remove_file(folder / name)
+    for path in (folder / name for name in ours):
+        if not is_folder(path):
+            remove_file(path)
 
 
 def remove_dataset(folder: Place, job_id: str) -> None:

@@ -11,7 +11,13 @@ import secrets
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from minisgl_batch.errors import InputUnreachableError, OutputError
+from minisgl_batch.errors import (
+    DamagedJobError,
+    InputUnreachableError,
+    OutputDeniedError,
+    OutputError,
+    OutputNotAllowedError,
+)
 from minisgl_jobs.dataset import Manifest, finish_dataset, make_manifest, missing_chunks
 from minisgl_jobs.kept import add_columns, columns_of
 from minisgl_jobs.model import JobState
@@ -50,7 +56,7 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
     Raises:
         JobNotFoundError: there is no such job (any more).
         OutputError: the output can't be written or read at the moment. The job's status says so, and the outbox tries
-            again.
+            again; but a canceled job without finished rows ends where its output can't be.
     """
     job = outbox.load(job_id, epoch)
     if job is None:
@@ -60,15 +66,18 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
         folder = output_place(job.spec.output)
         roots.check_writing(folder)
         _make_folder(folder)
-        _rename_committed(job, folder)
+        damage = _rename_committed(job, folder)
         if job.is_canceled:
             _write_left_over(outbox, job, folder, roots)
-        manifest = _manifest(job, scan_parts(folder))
+        manifest = _manifest(job, scan_parts(folder), damage)
         if outbox.load(job_id, epoch) is None:
             return None  # somebody else was faster: what is in the folder may be a retry's or another job's by now
         finish_dataset(folder, manifest)
         remove_leftovers(folder, epoch)
     except OutputError as error:
+        if isinstance(error, (OutputDeniedError, OutputNotAllowedError)) and _left_nothing(outbox, job):
+            outbox.finish(job_id, epoch, JobState.CANCELED, error=f"canceled, without a dataset: {error}")
+            return JobState.CANCELED
         outbox.note_error(job_id, epoch, str(error))
         raise
     rows = (manifest.num_ok, manifest.num_errors)
@@ -79,6 +88,12 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
     return manifest.state
 
 
+def _left_nothing(outbox: Outbox, job: FinalisingJob) -> bool:
+    """Whether a job was canceled before any row was finished: where its output can't be, it ends all the same."""
+    has_rows = job.num_done or job.renames or any(outbox.spooled(job.spec.job_id, chunk) for chunk in job.left_over)
+    return job.is_canceled and not has_rows and job.epoch == 0
+
+
 def _make_folder(folder: Place) -> None:
     """There is none yet when a job was canceled before its first part."""
     try:
@@ -87,11 +102,22 @@ def _make_folder(folder: Place) -> None:
         raise OutputError(f"{folder} can't be made: {error.strerror}") from error
 
 
-def _rename_committed(job: FinalisingJob, folder: Place) -> None:
-    """Do the renames that the workers that committed these parts didn't live to do."""
+def _rename_committed(job: FinalisingJob, folder: Place) -> str:
+    """Do the renames that the workers that committed these parts didn't live to do.
+
+    Returns:
+        What is wrong with those that can't be done ever, "" if nothing is.
+    """
+    damage = ""
     for chunk, (token, epoch) in job.renames.items():
-        if (folder / pending_name(chunk, epoch, token)).exists():
+        try:
+            pending = folder / pending_name(chunk, epoch, token)
+        except DamagedJobError as error:
+            damage = str(error)
+            continue
+        if pending.exists():
             commit_part(folder, chunk, epoch, token)
+    return damage
 
 
 def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: AllowedRoots) -> None:
@@ -139,8 +165,8 @@ def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int, roots: AllowedRo
         reader.close()
 
 
-def _manifest(job: FinalisingJob, parts: list[Part]) -> Manifest:
-    state, reason = _outcome(job, parts)
+def _manifest(job: FinalisingJob, parts: list[Part], damage: str) -> Manifest:
+    state, reason = _outcome(job, parts, damage)
     if not state.is_complete:
         parts = [part for part in parts if part.info.job_id == job.spec.job_id]
     rows_ok, rows_error = _count_rows(job, parts) if job.is_canceled else (job.rows_ok, job.rows_error)
@@ -167,9 +193,11 @@ def _count_rows(job: FinalisingJob, parts: list[Part]) -> tuple[int, int]:
     return rows_ok, rows_error
 
 
-def _outcome(job: FinalisingJob, parts: list[Part]) -> tuple[JobState, str | None]:
+def _outcome(job: FinalisingJob, parts: list[Part], damage: str) -> tuple[JobState, str | None]:
     if job.is_canceled:
         return JobState.CANCELED, job.cancel_reason or None
+    if damage:
+        return JobState.FAILED, damage
     foreign = [part.name for part in parts if part.info.job_id != job.spec.job_id]
     if foreign:
         return JobState.FAILED, f"{job.spec.output} holds parts of another job, such as {foreign[0]}"

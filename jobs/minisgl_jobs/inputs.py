@@ -30,13 +30,17 @@ _HEAD_BYTES = 8
 class Columns:
     """Which columns of a table are read, and by which option."""
 
-    def __init__(self, wanted: Mapping[str, str] | None = None, keep: Sequence[str] = ()) -> None:
+    def __init__(
+        self, wanted: Mapping[str, str] | None = None, keep: Sequence[str] = (), *, settings: bool = True
+    ) -> None:
         """
         Args:
             wanted: column that makes the prompts -> the option that names it; without any, columns mean what they are
                 called.
             keep: columns that are copied to the output.
+            settings: whether, beside these, columns mean something by their names.
         """
+        self.settings = settings
         self.wanted = dict(wanted or {})
         self.keep = tuple(keep)
 
@@ -197,7 +201,8 @@ def open_records(
         with reading(name), open_binary(path) as file:
             head = file.read(_HEAD_BYTES) or b""
         if is_table(head):
-            return TableFile(path, name, head, wanted=columns.wanted, keep=columns.keep, hashed=hashed)
+            wanted, keep = columns.wanted, columns.keep
+            return TableFile(path, name, head, wanted=wanted, keep=keep, settings=columns.settings, hashed=hashed)
     lines = open_input(path, name, pipes=pipes)
     try:
         if name.lower().endswith(_CSV_NAMES) or csv_separator(lines.head()) is not None:

@@ -39,7 +39,8 @@ class FinalisingJob:
         cancel_reason: why, "" when a user wished it.
         num_done: committed chunks of this epoch.
         rows_ok, rows_error: rows of committed chunks.
-        renames: committed chunk -> (token, epoch) of parts whose rename was not confirmed.
+        renames: committed chunk -> (token, epoch) of parts whose rename was not confirmed; -1 for a number that is
+            none. `parts.pending_name` refuses what is damaged.
         left_over: chunks that were given back and not committed, such as those of a canceled job.
         engine: what the worker that started the job said about its engine.
         queued_at, started_at: Unix seconds, server clock.
@@ -89,8 +90,8 @@ class Outbox:
             return None
         renames: dict[int, tuple[str, int]] = {}
         for chunk, record in zip(records[::2], records[1::2], strict=True):
-            token, of_epoch = record.decode().split()
-            renames[int(chunk)] = (token, int(of_epoch))
+            token, _, of_epoch = record.partition(b" ")
+            renames[_number(chunk)] = (token.decode(errors="backslashreplace"), _number(of_epoch))
         return FinalisingJob(
             spec=spec,
             epoch=epoch,
@@ -143,6 +144,10 @@ class Outbox:
         """
         args = (job_id, epoch, state.value, int(retention_s * 1000), error, *(rows or ()))
         return bool(self._scripts.run("findone", self._keys.prefix, *args) == b"done")
+
+
+def _number(text: bytes) -> int:
+    return int(text) if text.isdigit() and len(text) < 19 else -1
 
 
 def _seconds(milliseconds: bytes | None) -> float | None:

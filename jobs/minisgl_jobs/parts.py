@@ -22,12 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from minisgl_batch.errors import OutputDeniedError, OutputError, UsageError
+from minisgl_batch.errors import DamagedJobError, OutputDeniedError, OutputError, UsageError
 from minisgl_jobs.model import SCHEMA_VERSION
 from minisgl_jobs.places import Place, RemotePath, list_names, make_folder, move, num_bytes, place, remove, write_whole
 
 PART_PATTERN = re.compile(r"part-(\d{6,})\.parquet")
 PENDING_PATTERN = re.compile(r"\.part-(\d+)-(\d+)\.(.+)")
+_TOKEN = re.compile(r"[0-9a-z-]{1,64}")  # of a lease, or finalise's own
 TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _METADATA_KEY = b"minisgl_batch"
 _REMOTE_READERS = 16  # footers of parts in an object store that are read at once
@@ -76,7 +77,13 @@ def part_name(chunk: int) -> str:
 
 
 def pending_name(chunk: int, epoch: int, token: str) -> str:
-    """The name of a part until its chunk is committed; dataset readers pass over names with a leading dot."""
+    """The name of a part until its chunk is committed; dataset readers pass over names with a leading dot.
+
+    Raises:
+        DamagedJobError: these are none of ours. They may come from Redis, and must not lead out of the folder.
+    """
+    if chunk < 0 or epoch < 0 or not _TOKEN.fullmatch(token):
+        raise DamagedJobError(f"a part's record in Redis is damaged: chunk {chunk}, epoch {epoch}, token {token!r:.80}")
     return f".part-{epoch}-{chunk:06d}.{token}"
 
 
@@ -180,11 +187,16 @@ def remove_leftovers(folder: Place, epoch: int) -> int:
     stale = [
         folder / name
         for name in list_folder(folder)
-        if (match := PENDING_PATTERN.fullmatch(name)) and int(match[1]) <= epoch
+        if (match := PENDING_PATTERN.fullmatch(name)) and int(match[1]) <= epoch and not is_folder(folder / name)
     ]
     for path in stale:
         remove_file(path)
     return len(stale)
+
+
+def is_folder(path: Place) -> bool:
+    """Whether this is a folder, whatever its name: parts are files, and stores have no others."""
+    return not isinstance(path, RemotePath) and os.path.isdir(path)
 
 
 def list_folder(folder: Place) -> list[str]:
@@ -224,12 +236,12 @@ def output_place(output: str) -> Place:
     """Where a job's output is.
 
     Raises:
-        OutputError: nothing installed here reads or writes such a URL.
+        OutputDeniedError: nothing installed here reads or writes such a URL.
     """
     try:
         return place(output)
     except UsageError as error:
-        raise OutputError(str(error)) from None
+        raise OutputDeniedError(str(error)) from None
 
 
 def _parquet_source(path: Place) -> Any:

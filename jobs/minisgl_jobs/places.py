@@ -34,7 +34,10 @@ class RemotePath:
         self._url = url.rstrip("/")
         self._shown = safe_name(self._url)
         self._store = store or open_store(self._url)
-        self._path: str = self._store._strip_protocol(self._url)
+        try:
+            self._path: str = self._store._strip_protocol(self._url)
+        except Exception as error:  # each store has its own
+            raise UsageError(f"{self._shown} is no URL of such a store: {type(error).__name__}") from error
 
     def __str__(self) -> str:
         return self._shown
@@ -161,6 +164,8 @@ class RemotePath:
             yield
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._shown) from None
+        except NotImplementedError as error:
+            raise OSError(errno.EROFS, "this kind of store can't do that", self._shown) from error
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise

@@ -105,7 +105,7 @@ class ReadOptions:
         else:
             given = {self.prompt_column: "--prompt-column", self.messages_column: "--messages-column"}
             wanted = {column: option for column, option in given.items() if column is not None}
-        return Columns(wanted, self.keep_columns)
+        return Columns(wanted, self.keep_columns, settings=self.settings)
 
     @property
     def makes_chat(self) -> bool:

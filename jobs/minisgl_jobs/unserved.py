@@ -11,7 +11,7 @@ import logging
 
 import redis
 
-from minisgl_batch.errors import JobStateError, OutputError, UsageError
+from minisgl_batch.errors import DamagedJobError, JobStateError, OutputError, UsageError
 from minisgl_jobs.dataset import dataset_job
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.held import HeldJobs
@@ -71,10 +71,13 @@ def _is_all_here(job: FinalisingJob, folder: Place) -> bool:
     if dataset_job(folder) != job.spec.job_id:
         return False
     parts = {part.info.chunk: part.info.epoch for part in scan_parts(folder)}
-    unconfirmed = {
-        chunk
-        for chunk, (token, epoch) in job.renames.items()
-        if parts.get(chunk) != epoch and (folder / pending_name(chunk, epoch, token)).exists()
-    }
+    try:
+        unconfirmed = {
+            chunk
+            for chunk, (token, epoch) in job.renames.items()
+            if parts.get(chunk) != epoch and (folder / pending_name(chunk, epoch, token)).exists()
+        }
+    except DamagedJobError:
+        return True  # no machine has such a part: finalise says so
     vanished = {chunk for chunk, (_, epoch) in job.renames.items() if parts.get(chunk) != epoch} - unconfirmed
     return not vanished and len(parts.keys() | unconfirmed) >= job.num_done

@@ -100,6 +100,39 @@ def test_missed_renames_are_made_up_for_and_leftovers_removed(writer: Writer) ->
     assert read_dataset(writer.folder).num_rows == 10
 
 
+@pytest.mark.parametrize(
+    ("chunk", "record"),
+    [
+        ("0", "x/../../secret 0"),
+        ("0", ".. 0"),
+        ("0", " 0"),
+        ("0", "ab"),
+        ("0", "ab -1"),
+        ("0", "ab " + "9" * 5000),
+        ("0", b"\xff\x00 0"),
+        ("-1", "ab 0"),
+        ("x", "ab 0"),
+    ],
+)
+@pytest.mark.parametrize("is_canceled", [False, True])
+def test_a_damaged_record_of_a_rename_ends_the_job_and_moves_nothing(
+    writer: Writer, client: redis.Redis, tmp_path: Path, chunk: str, record: str | bytes, is_canceled: bool
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    if is_canceled:
+        writer.jobs.cancel(writer.spec.job_id)
+    else:
+        writer.run(renames=False)
+    (writer.folder / ".part-0-000000.x").mkdir(parents=True)  # through it a path with `..` would lead out
+    client.hset(writer.outbox._keys.job(writer.spec.job_id, "renames"), chunk, record)
+    assert writer.finalise() is (JobState.CANCELED if is_canceled else JobState.FAILED)
+    assert secret.read_text() == "mine"
+    status = writer.jobs.status(writer.spec.job_id)
+    assert ("record in Redis is damaged" in status.error) is not is_canceled
+    writer.jobs.purge(writer.spec.job_id)
+
+
 def test_finalise_may_be_repeated(writer: Writer) -> None:
     writer.run()
     assert finalise(writer.outbox, writer.spec.job_id, 0) is JobState.FINISHED
