@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from minisgl_batch.errors import InvalidInputError
+from minisgl_batch.words import is_unicode
 from minisgl_jobs.csv_rows import CsvFile
 from minisgl_jobs.model import InputInfo
 from minisgl_jobs.places import Place, files_below, open_binary, place
@@ -181,6 +182,9 @@ def open_source(source: str | os.PathLike[str], columns: Columns | None = None) 
     with reading(name):
         root = place(given)
         files = _files_of(name, root) if root.is_dir() else [""]
+    for path in (name, str(root), *files):
+        if not is_unicode(path):
+            raise InvalidInputError(f"{path!r} isn't valid Unicode, and jobs name their inputs: give it another name")
     # A signed URL is for this process alone, as jobs store the URLs of their inputs; and a pipe can be read once.
     is_for_all = name == given and not _is_pipe(root)
     return Records(name, root, files, columns, uri=str(root) if is_for_all else "")
