@@ -11,7 +11,13 @@ import secrets
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from minisgl_batch.errors import DamagedJobError, InputUnreachableError, OutputError
+from minisgl_batch.errors import (
+    DamagedJobError,
+    InputUnreachableError,
+    OutputDeniedError,
+    OutputError,
+    OutputNotAllowedError,
+)
 from minisgl_jobs.dataset import Manifest, finish_dataset, make_manifest, missing_chunks
 from minisgl_jobs.kept import add_columns, columns_of
 from minisgl_jobs.model import JobState
@@ -50,7 +56,7 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
     Raises:
         JobNotFoundError: there is no such job (any more).
         OutputError: the output can't be written or read at the moment. The job's status says so, and the outbox tries
-            again.
+            again; but a canceled job without finished rows ends where its output can't be.
     """
     job = outbox.load(job_id, epoch)
     if job is None:
@@ -69,6 +75,9 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
         finish_dataset(folder, manifest)
         remove_leftovers(folder, epoch)
     except OutputError as error:
+        if isinstance(error, (OutputDeniedError, OutputNotAllowedError)) and _left_nothing(outbox, job):
+            outbox.finish(job_id, epoch, JobState.CANCELED, error=f"canceled, without a dataset: {error}")
+            return JobState.CANCELED
         outbox.note_error(job_id, epoch, str(error))
         raise
     rows = (manifest.num_ok, manifest.num_errors)
@@ -77,6 +86,12 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
         "job %s is %s: %d rows ok, %d errors", job_id, manifest.state.value, manifest.num_ok, manifest.num_errors
     )
     return manifest.state
+
+
+def _left_nothing(outbox: Outbox, job: FinalisingJob) -> bool:
+    """Whether a job was canceled before any row was finished: where its output can't be, it ends all the same."""
+    has_rows = job.num_done or job.renames or any(outbox.spooled(job.spec.job_id, chunk) for chunk in job.left_over)
+    return job.is_canceled and not has_rows and job.epoch == 0
 
 
 def _make_folder(folder: Place) -> None:

@@ -236,12 +236,12 @@ def output_place(output: str) -> Place:
     """Where a job's output is.
 
     Raises:
-        OutputError: nothing installed here reads or writes such a URL.
+        OutputDeniedError: nothing installed here reads or writes such a URL.
     """
     try:
         return place(output)
     except UsageError as error:
-        raise OutputError(str(error)) from None
+        raise OutputDeniedError(str(error)) from None
 
 
 def _parquet_source(path: Place) -> Any:

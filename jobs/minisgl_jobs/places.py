@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -33,7 +34,10 @@ class RemotePath:
         self._url = url.rstrip("/")
         self._shown = safe_name(self._url)
         self._store = store or open_store(self._url)
-        self._path: str = self._store._strip_protocol(self._url)
+        try:
+            self._path: str = self._store._strip_protocol(self._url)
+        except Exception as error:  # each store has its own
+            raise UsageError(f"{self._shown} is no URL of such a store: {type(error).__name__}") from error
 
     def __str__(self) -> str:
         return self._shown
@@ -160,6 +164,8 @@ class RemotePath:
             yield
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._shown) from None
+        except NotImplementedError as error:
+            raise OSError(errno.EROFS, "this kind of store can't do that", self._shown) from error
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
@@ -237,9 +243,15 @@ def files_below(folder: Place) -> list[str]:
     return sorted(found)
 
 
-def open_binary(path: Place) -> io.RawIOBase:
-    """Open a file for reading, unbuffered."""
-    return path.open() if isinstance(path, RemotePath) else open(path, "rb", buffering=0)
+def open_binary(path: Place, *, pipes: bool = False) -> io.RawIOBase:
+    """Open a file for reading, unbuffered.
+
+    Args:
+        pipes: whether it may be a local pipe or device, which may block until somebody writes.
+    """
+    if isinstance(path, RemotePath):
+        return path.open()
+    return open(path, "rb", buffering=0, opener=None if pipes else _open_regular)
 
 
 def num_bytes(path: Place) -> int:
@@ -321,8 +333,21 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _open_regular(path: str, flags: int) -> int:
+    """As os.open, but never waiting for the other end of a pipe. `open` itself refuses folders."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", path)
+
+
 def _local_path(url: str) -> str:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"{url!r} is not a URL: {error}") from None
     if parts.netloc not in ("", "localhost"):
         raise UsageError(f"{url!r} names another machine: write file:///path/to/file")
     return unquote(parts.path)

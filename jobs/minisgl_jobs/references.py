@@ -131,7 +131,7 @@ class ChunkReader:
             file.close()
             file = None
         if file is None:
-            file = open_records(path, str(path), options.columns, hashed=False)
+            file = open_records(path, str(path), options.columns, hashed=False, pipes=False)
         if file.position != position:
             file.skip_to(position, lines_read)
         self._open[key] = file

@@ -42,7 +42,11 @@ def open_store(url: str) -> Any:
         UsageError: no installed package reads such URLs, the store can't be found, or the URL holds a password.
     """
     scheme = url_scheme(url)
-    if "@" in urlsplit(url).netloc:
+    try:
+        netloc = urlsplit(url).netloc
+    except ValueError as error:
+        raise UsageError(f"{safe_name(url)} is not a URL: {error}") from None
+    if "@" in netloc:
         raise UsageError(
             f"{without_login(url)} was given with a login, and jobs store URLs: set the login in the environment"
         )
@@ -57,10 +61,16 @@ def open_store(url: str) -> Any:
             raise UsageError(f"{safe_name(url)} can't be used: {error}") from None
         try:
             return _arrow_store(scheme, url)
-        except (ValueError, OSError) as reason:
-            raise UsageError(f"{safe_name(url)} can't be used: {reason}") from None
-    except (ValueError, OSError) as error:
-        raise UsageError(f"{safe_name(url)} can't be used: {error}") from None
+        except Exception as reason:
+            raise _unusable(url, reason) from reason
+    except Exception as error:  # there are dozens of stores, each with exceptions of its own
+        raise _unusable(url, error) from error
+
+
+def _unusable(url: str, error: Exception) -> UsageError:
+    """What a store's constructor has raised, as ours."""
+    kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+    return UsageError(f"{safe_name(url)} can't be used: {kind}{error}".replace(url, safe_name(url)))
 
 
 def _arrow_store(scheme: str, url: str) -> Any:

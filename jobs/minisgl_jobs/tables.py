@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from minisgl_batch.errors import InvalidInputError
+from minisgl_jobs.fields import SAMPLING_FIELDS
 from minisgl_jobs.model import InputInfo
 from minisgl_jobs.places import Place, num_bytes, open_binary
 from minisgl_jobs.records import TableRow, check_columns, settings_columns, tidy
@@ -32,7 +35,7 @@ class TableFile:
     """One file as a `RecordFile`. Its positions are row numbers from 0.
 
     Raises:
-        InvalidInputError: it is damaged, or lacks a column.
+        InvalidInputError: it is damaged, lacks a column, has one twice, or one whose type is of no use here.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class TableFile:
         *,
         wanted: Mapping[str, str],
         keep: Sequence[str],
+        settings: bool = True,
         hashed: bool = True,
     ) -> None:
         """
@@ -52,6 +56,7 @@ class TableFile:
             wanted: column that makes the prompts -> the option that names it; without any, columns mean what they are
                 called.
             keep: columns that are copied to the output.
+            settings: whether, beside those wanted, columns mean something by their names.
             hashed: whether `info` is to tell the SHA-256; of remote files it never does, which would read them twice.
         """
         self.position = 0
@@ -68,9 +73,14 @@ class TableFile:
                 self._raw.close()
                 raise
         columns = self._table.schema.names
-        check_columns(name, columns, wanted, keep)
-        self._used = [*wanted, *settings_columns(columns, wanted)]
-        self._columns = list(dict.fromkeys([*self._used, *self._keep]))
+        try:
+            check_columns(name, columns, wanted, keep)
+            self._used = [*wanted, *(settings_columns(columns, wanted) if settings else ())]
+            self._columns = list(dict.fromkeys([*self._used, *self._keep]))
+            self._check_schema()
+        except BaseException:
+            self._raw.close()
+            raise
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._current: pa.RecordBatch | None = None  # which rows are given from, from `_offset` on
         self._offset = 0
@@ -103,6 +113,22 @@ class TableFile:
     def close(self) -> None:
         self._raw.close()
 
+    def _check_schema(self) -> None:
+        """Raise InvalidInputError for a column that is there twice, or that holds what can't be text or a setting."""
+        names = self._table.schema.names
+        for column in self._columns:
+            if names.count(column) > 1:
+                raise InvalidInputError(
+                    f"{self._name} has {names.count(column)} columns called {column!r}: rename all but one"
+                )
+        for column in self._used:
+            kind = self._table.schema.field(column).type
+            if not _is_json(kind):
+                raise InvalidInputError(
+                    f"{self._name}: column {column!r} is of type {kind}, which can't stand in a prompt or a setting: "
+                    "convert it to text, or leave it out"
+                )
+
     def _advance(self) -> bool:
         """Go on to the next batch; False at the end."""
         if self._batches is None:
@@ -125,7 +151,7 @@ class TableFile:
         assert batch is not None
         if self._offset == batch.num_rows:
             self._current = None
-        values = {name: _cells(batch.column(name)) for name in self._used}
+        values = {name: _cells(batch.column(name), is_setting=name in SAMPLING_FIELDS) for name in self._used}
         kept = None
         if self._keep:
             arrays = [batch.column(field.name).cast(field.type) for field in self._schema]
@@ -189,13 +215,34 @@ def _from(start: int, batches: Any) -> Iterator[pa.RecordBatch]:
         start = max(0, start - batch.num_rows)
 
 
-def _cells(column: pa.Array) -> list[Any]:
-    """The values as JSON has them; dates, decimals and the like as text."""
+def _is_json(kind: pa.DataType, *, is_nested: bool = False) -> bool:
+    """Whether JSON can hold the values that `_cells` makes of a column of this type."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _is_json(kind.storage_type, is_nested=is_nested)
+    if pa.types.is_dictionary(kind):
+        return _is_json(kind.value_type, is_nested=is_nested)
+    if pa.types.is_nested(kind):
+        return all(_is_json(kind.field(i).type, is_nested=True) for i in range(kind.num_fields))
+    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+        return not is_nested  # inside of lists and structs they stay what they are in Python
+    binary = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+    return not any(is_binary(kind) for is_binary in binary)
+
+
+def _cells(column: pa.Array, *, is_setting: bool) -> list[Any]:
+    """The values as JSON has them; dates, decimals and the like as text, but decimals of settings as numbers."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if pa.types.is_decimal(kind) and is_setting:
+        return [None if value is None else _number(value) for value in column.to_pylist()]
     if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
         column = column.cast(pa.string())
     cells: list[Any] = column.to_pylist()
     return cells
+
+
+def _number(value: Decimal) -> int | float:
+    """A whole one exactly: a seed has more digits than a float."""
+    return int(value) if value == value.to_integral_value() else float(value)
 
 
 def _plain(field: pa.Field) -> pa.Field:

@@ -57,7 +57,7 @@ def test_local_names_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             opened = place(str(tmp_path / path))  # which takes `..` out of a text first
             assert allows(roots, str(tmp_path / path)) == allows(roots, opened), path
             assert allows(roots, f"file://{tmp_path}/{path}") == allows(roots, opened), path
-        for name in ("", "a\0b", "file://host/x"):
+        for name in ("", "a\0b", "file://host/x", "file://[x"):
             assert not allows(roots, name), name
     assert not allows(AllowedRoots(["s3://bucket"]), inside)
 

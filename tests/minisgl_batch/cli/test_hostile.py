@@ -77,6 +77,29 @@ def test_bad_usage(run_cli: RunCli, tmp_path: Path, args: tuple[str, ...]) -> No
     assert "secret" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("source", "option", "value"),
+    [
+        ("in.jsonl", "--stop", "\udcff"),
+        ("in.jsonl", "--system", "\udcff"),
+        ("in.jsonl", "--template", "{prompt}\udcff"),
+        ("in.jsonl", "--prompt-column", "\udcff"),
+        ("in.jsonl", "--messages-column", "\udcff"),
+        ("in.jsonl", "--keep-columns", "a,\udcff"),
+        ("in.jsonl", "--output", "out-\udcff"),
+        ("\udcff.jsonl", "--output", "out"),
+        ("folder", "--output", "out"),
+    ],
+)
+def test_what_is_not_utf8(run_cli: RunCli, tmp_path: Path, source: str, option: str, value: str) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("in.jsonl", "\udcff.jsonl", "folder/\udcff.jsonl"):
+        write_rows(tmp_path / name, ["a"])
+    error = run_cli("submit", source, "--model", "m", option, value, code=2).stderr.splitlines()[-1]
+    assert "isn't valid Unicode" in error
+    assert error.startswith(f"Error: {option}: " if "\udcff" in value else "Error: '")
+
+
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("run", "worker", "bench")])
 def test_a_redis_that_is_away(command: str, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ["a"])
