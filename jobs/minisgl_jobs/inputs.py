@@ -190,19 +190,24 @@ def open_source(source: str | os.PathLike[str], columns: Columns | None = None) 
     return Records(name, root, files, columns, uri=str(root) if is_for_all else "")
 
 
-def open_records(path: Place | str, name: str, columns: Columns, *, hashed: bool = True) -> RecordFile:
+def open_records(
+    path: Place | str, name: str, columns: Columns, *, hashed: bool = True, pipes: bool = True
+) -> RecordFile:
     """Open one file of any format.
+
+    Args:
+        pipes: whether it may be a local pipe, which is waited for.
 
     Raises:
         InvalidInputError: it can't be read, or lacks a column.
     """
-    if not isinstance(path, str) and not _is_pipe(path):
+    if not isinstance(path, str) and not (pipes and _is_pipe(path)):
         with reading(name), open_binary(path) as file:
             head = file.read(_HEAD_BYTES) or b""
         if is_table(head):
             wanted, keep = columns.wanted, columns.keep
             return TableFile(path, name, head, wanted=wanted, keep=keep, settings=columns.settings, hashed=hashed)
-    lines = open_input(path, name)
+    lines = open_input(path, name, pipes=pipes)
     try:
         if name.lower().endswith(_CSV_NAMES) or csv_separator(lines.head()) is not None:
             return CsvFile(lines, wanted=columns.wanted, keep=columns.keep)
