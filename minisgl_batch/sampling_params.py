@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from minisgl_batch.errors import InvalidParameterError
+from minisgl_batch.words import is_unicode
 
 MAX_TOKENS_LIMIT = 1 << 24  # no model's context comes near; larger values are typing mistakes
 MIN_TEMPERATURE = 1e-5  # below, noise would drown in rounding: such rows are greedy
@@ -54,6 +55,9 @@ def _check_stop(stop: object) -> None:
         raise InvalidParameterError("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
     if not all(strings):
         raise InvalidParameterError("stop", "must not hold an empty string")
+    for string in strings:
+        if not is_unicode(string):
+            raise InvalidParameterError("stop", f"isn't valid Unicode: {string!r}")
 
 
 def _check_stop_token_ids(token_ids: object) -> None:

@@ -23,6 +23,15 @@ def harmless(text: str) -> str:
     return UNSAFE.sub(lambda match: match[0] if match[0] in "\n\t" else one_line(match[0]), text)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it can be stored and sent; what a user typed in another encoding can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a plain table, the first with the columns' names; cells are never cut."""
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]

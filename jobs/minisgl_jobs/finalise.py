@@ -63,8 +63,8 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
         return None
     roots = roots or AllowedRoots()
     try:
+        roots.check_writing(job.spec.output)
         folder = output_place(job.spec.output)
-        roots.check_writing(folder)
         _make_folder(folder)
         damage = _rename_committed(job, folder)
         if job.is_canceled:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from minisgl_batch.errors import InvalidInputError
+from minisgl_batch.words import is_unicode
 from minisgl_jobs.csv_rows import CsvFile
 from minisgl_jobs.model import InputInfo
 from minisgl_jobs.places import Place, files_below, open_binary, place
@@ -181,24 +182,32 @@ def open_source(source: str | os.PathLike[str], columns: Columns | None = None) 
     with reading(name):
         root = place(given)
         files = _files_of(name, root) if root.is_dir() else [""]
+    for path in (name, str(root), *files):
+        if not is_unicode(path):
+            raise InvalidInputError(f"{path!r} isn't valid Unicode, and jobs name their inputs: give it another name")
     # A signed URL is for this process alone, as jobs store the URLs of their inputs; and a pipe can be read once.
     is_for_all = name == given and not _is_pipe(root)
     return Records(name, root, files, columns, uri=str(root) if is_for_all else "")
 
 
-def open_records(path: Place | str, name: str, columns: Columns, *, hashed: bool = True) -> RecordFile:
+def open_records(
+    path: Place | str, name: str, columns: Columns, *, hashed: bool = True, pipes: bool = True
+) -> RecordFile:
     """Open one file of any format.
+
+    Args:
+        pipes: whether it may be a local pipe, which is waited for.
 
     Raises:
         InvalidInputError: it can't be read, or lacks a column.
     """
-    if not isinstance(path, str) and not _is_pipe(path):
+    if not isinstance(path, str) and not (pipes and _is_pipe(path)):
         with reading(name), open_binary(path) as file:
             head = file.read(_HEAD_BYTES) or b""
         if is_table(head):
             wanted, keep = columns.wanted, columns.keep
             return TableFile(path, name, head, wanted=wanted, keep=keep, settings=columns.settings, hashed=hashed)
-    lines = open_input(path, name)
+    lines = open_input(path, name, pipes=pipes)
     try:
         if name.lower().endswith(_CSV_NAMES) or csv_separator(lines.head()) is not None:
             return CsvFile(lines, wanted=columns.wanted, keep=columns.keep)

@@ -16,7 +16,7 @@ from minisgl_jobs.keys import QueueKeys
 from minisgl_jobs.model import JobSpec, JobState
 from minisgl_jobs.scripts import Scripts, redis_errors
 from minisgl_jobs.spool import decode_spool
-from minisgl_jobs.status import damage_of, decode_spec
+from minisgl_jobs.status import decode_spec, reading_record
 
 RETENTION_S = 7 * 86400.0
 
@@ -83,7 +83,7 @@ class Outbox:
             DamagedJobError: its records are not ours; it is failed now.
         """
         try:
-            with damage_of(job_id):
+            with reading_record(self._keys.job(job_id)):
                 return self._load(job_id, epoch)
         except DamagedJobError as error:
             self._scripts.run("fail", self._keys.prefix, job_id, str(error))

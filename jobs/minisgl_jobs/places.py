@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -242,9 +243,15 @@ def files_below(folder: Place) -> list[str]:
     return sorted(found)
 
 
-def open_binary(path: Place) -> io.RawIOBase:
-    """Open a file for reading, unbuffered."""
-    return path.open() if isinstance(path, RemotePath) else open(path, "rb", buffering=0)
+def open_binary(path: Place, *, pipes: bool = False) -> io.RawIOBase:
+    """Open a file for reading, unbuffered.
+
+    Args:
+        pipes: whether it may be a local pipe or device, which may block until somebody writes.
+    """
+    if isinstance(path, RemotePath):
+        return path.open()
+    return open(path, "rb", buffering=0, opener=None if pipes else _open_regular)
 
 
 def num_bytes(path: Place) -> int:
@@ -326,8 +333,21 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def _open_regular(path: str, flags: int) -> int:
+    """As os.open, but never waiting for the other end of a pipe. `open` itself refuses folders."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", path)
+
+
 def _local_path(url: str) -> str:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"{url!r} is not a URL: {error}") from None
     if parts.netloc not in ("", "localhost"):
         raise UsageError(f"{url!r} names another machine: write file:///path/to/file")
     return unquote(parts.path)

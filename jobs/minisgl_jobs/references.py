@@ -125,6 +125,7 @@ class ChunkReader:
         self, source: InputReference, name: str, options: ReadOptions, position: int, lines_read: int
     ) -> RecordFile:
         """The file where the position is, open already if that lies behind the last chunk's."""
+        self._roots.check_reading(f"{source.uri.rstrip('/')}/{name}" if name else source.uri)
         path = _path(source, name)
         self._roots.check_reading(path)
         key = (source, name)
@@ -133,7 +134,7 @@ class ChunkReader:
             file.close()
             file = None
         if file is None:
-            file = open_records(path, str(path), options.columns, hashed=False)
+            file = open_records(path, str(path), options.columns, hashed=False, pipes=False)
         if file.position != position:
             file.skip_to(position, lines_read)
         self._open[key] = file

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from minisgl_batch.errors import Fault, InvalidInputError, InvalidParameterError
+from minisgl_batch.words import is_unicode
 from minisgl_jobs.custom_ids import CustomIdIndex
 from minisgl_jobs.faults import MAX_SHOWN, FaultLog, FieldError, describe_fault, kind, show
 from minisgl_jobs.fields import PROMPT_FIELDS
@@ -80,6 +81,9 @@ class ReadOptions:
     max_faults: int = MAX_SHOWN
 
     def __post_init__(self) -> None:
+        for field in ("system", "template", "prompt_column", "messages_column", "keep_columns"):
+            if not is_unicode("".join(getattr(self, field) or "")):
+                raise InvalidParameterError(field, f"isn't valid Unicode: {getattr(self, field)!r}")
         if self.template is not None:
             PromptTemplate(self.template)
         given = [f"{name}_column" for name in ("prompt", "messages") if getattr(self, f"{name}_column") is not None]

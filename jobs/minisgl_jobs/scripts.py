@@ -58,7 +58,7 @@ def redis_errors() -> Iterator[None]:
     Raises:
         RedisFullError: out of memory, or Redis can't write its own files.
         RedisUnavailableError: Redis can't be reached, or is a replica at the moment (a failover).
-        DamagedJobError: a key is of another type than ours, or holds something else.
+        DamagedJobError: a key holds a value of another kind than this package put there.
     """
     try:
         yield
@@ -74,5 +74,5 @@ def redis_errors() -> Iterator[None]:
         if "READONLY" in text:
             raise RedisUnavailableError(f"Redis is away: {text}") from error
         if any(sign in text for sign in _DAMAGE):
-            raise DamagedJobError(f"records in Redis are damaged: {text}") from error
+            raise DamagedJobError(f"Redis holds what minisgl-batch didn't write: {text}") from error
         raise

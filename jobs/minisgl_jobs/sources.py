@@ -191,11 +191,12 @@ class Input:
             raise _unreadable(self.name, error) from error
 
 
-def open_input(source: str | os.PathLike[str] | Place, name: str = "") -> Input:
+def open_input(source: str | os.PathLike[str] | Place, name: str = "", *, pipes: bool = True) -> Input:
     """Open a path, a URL, or stdin for "-"; gzip and zstd are recognised by their first bytes, whatever the name.
 
     Args:
         name: of the input in messages, by default as it is given.
+        pipes: whether it may be a local pipe, which is waited for.
 
     Raises:
         InvalidInputError: there is no such file, or it can't be read.
@@ -207,7 +208,7 @@ def open_input(source: str | os.PathLike[str] | Place, name: str = "") -> Input:
         return Input("stdin", STDIN, sys.stdin.buffer)
     name = name or str(source)
     with reading(name):
-        raw = open_binary(source if isinstance(source, RemotePath) else place(source))
+        raw = open_binary(source if isinstance(source, RemotePath) else place(source), pipes=pipes)
     try:
         return Input(name, name, raw)
     except BaseException:

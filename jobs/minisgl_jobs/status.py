@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from minisgl_batch.errors import DamagedJobError, MiniSGLError
+from minisgl_batch.errors import DamagedJobError
 from minisgl_batch.words import one_line
 from minisgl_jobs.model import JobSpec, JobState, check_schema_version
 
@@ -48,6 +48,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     trouble: str = ""
     description: dict[str, str | int] = {}
+
+
+_worker_decoder = msgspec.msgpack.Decoder(WorkerInfo)
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,24 @@ class JobStatus:
         return self.blocked if not self.leases else ""
 
 
+@contextmanager
+def reading_record(key: str) -> Iterator[None]:
+    """Name the key of a record that can't be read: others may write to the same Redis.
+
+    Raises:
+        DamagedJobError: it is none of ours.
+    """
+    try:
+        yield
+    except (DamagedJobError, KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise DamagedJobError(f"{one_line(key)} in Redis is no record of minisgl-batch: remove it") from error
+
+
+def decode_worker(data: bytes) -> WorkerInfo:
+    """A worker's registration."""
+    return _worker_decoder.decode(data)
+
+
 def decode_spec(fields: dict[bytes, bytes], job_id: str) -> JobSpec:
     """The spec in a job's hash.
 
@@ -159,25 +180,7 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
 
     Raises:
         SchemaVersionError: another release wrote the job.
-        DamagedJobError: nobody of ours did.
     """
-    with damage_of(job_id):
-        return _parse_status(job_id, reply)
-
-
-@contextmanager
-def damage_of(job_id: str) -> Iterator[None]:
-    """Raise DamagedJobError for whatever decoding a job's records raises: anybody may have put them there."""
-    try:
-        yield
-    except MiniSGLError:
-        raise
-    except Exception as error:
-        why = one_line(f"{type(error).__name__}: {error}")
-        raise DamagedJobError(f"records of job {job_id} in Redis are damaged (purge forgets it): {why}") from error
-
-
-def _parse_status(job_id: str, reply: list[Any]) -> JobStatus:
     flat, leases, num_workers, paused, now_ms, num_waiting = reply
     fields: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
     is_held = b"held" in fields and fields[b"state"] == JobState.QUEUED.value.encode()

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 from minisgl_batch.errors import InvalidParameterError, OutputError, UsageError
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
+from minisgl_batch.words import is_unicode
 from minisgl_jobs.chunks import ChunkReference, chunk_sha256, encode_chunk, encode_reference, iter_chunks
 from minisgl_jobs.dataset import check_output
 from minisgl_jobs.faults import FaultLog
@@ -225,6 +226,8 @@ def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
         folder = place(name)
     except UsageError as error:
         raise InvalidParameterError("output", str(error)) from None
+    if not is_unicode(str(folder)):
+        raise InvalidParameterError("output", f"isn't valid Unicode: {str(folder)!r}; jobs and manifests name it")
     if os.path.exists(str(folder)) and not os.path.isdir(str(folder)):
         raise InvalidParameterError("output", f"{folder} is a file: name a folder, which may be a new one")
     return folder

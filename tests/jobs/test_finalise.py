@@ -18,6 +18,7 @@ from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.parts import Part, PartInfo, commit_part, part_name, part_names, scan_parts, write_part
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.results import results_to_table
+from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.spool import encode_result
 from tests.jobs.helpers import MODEL, complete, make_spec, submit, taken
 
@@ -131,6 +132,19 @@ def test_a_damaged_record_of_a_rename_ends_the_job_and_moves_nothing(
     status = writer.jobs.status(writer.spec.job_id)
     assert ("record in Redis is damaged" in status.error) is not is_canceled
     writer.jobs.purge(writer.spec.job_id)
+
+
+def test_finalise_makes_no_store_of_a_url_outside_the_roots(
+    client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, outbox = JobQueue(client), Outbox(client, queue_name(MODEL))
+    job_id = submit(jobs, make_spec(1, 1, output="ftp://127.0.0.1:1/x")).job_id
+    jobs.cancel(job_id)
+    made: list[str] = []
+    monkeypatch.setattr("minisgl_jobs.places.open_store", made.append)
+    assert finalise(outbox, job_id, 0, roots=AllowedRoots([str(tmp_path)])) is JobState.CANCELED
+    assert "may not be written by this worker" in jobs.status(job_id).error
+    assert not made
 
 
 def test_finalise_may_be_repeated(writer: Writer) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import fsspec
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +26,7 @@ from minisgl_jobs.dataset import read_manifest
 from minisgl_jobs.leases import Lease
 from minisgl_jobs.model import InputReference, JobSpec, JobState, Row
 from minisgl_jobs.places import place
+from minisgl_jobs.references import ChunkReader, ChunkRows
 from minisgl_jobs.roots import AllowedRoots
 from minisgl_workers import loading
 from minisgl_workers.embedded_redis import EmbeddedRedis
@@ -186,9 +191,24 @@ def test_pauses_grow_and_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert lengths == [5, 10, 20, 40, 60, 60]
 
 
-def test_a_slow_store_holds_no_other_job_back(tmp_path: Path) -> None:
-    pipe = tmp_path / "none"
-    os.mkfifo(pipe)  # which can't be opened until somebody writes
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
+    """Inputs by reference that don't answer, as on a hung mount: one event once somebody waits, the other to let go."""
+    waits, answers = Event(), Event()
+    read = ChunkReader._read_reference
+
+    def wait_and_read(*args: Any) -> ChunkRows:
+        waits.set()
+        answers.wait()
+        return read(*args)
+
+    monkeypatch.setattr(ChunkReader, "_read_reference", wait_and_read)
+    yield waits, answers
+    answers.set()
+
+
+def test_a_slow_store_holds_no_other_job_back(tmp_path: Path, hung: tuple[Event, Event]) -> None:
+    (tmp_path / "none").write_text('{"prompt": "b"}\n')
     loader = ChunkLoader()
     loader.start(_lease(tmp_path))
     spec = JobSpec("quick", MODEL, 1, 1, str(tmp_path))
@@ -197,10 +217,58 @@ def test_a_slow_store_holds_no_other_job_back(tmp_path: Path) -> None:
     (work,) = wait_for("the quick one", lambda: loader.loaded()[0])
     assert work.job_id == "quick"
     assert [lease.spec.job_id for lease in loader.leases] == ["j"]
-    pipe.write_text('{"prompt": "b"}\n')
+    hung[1].set()
     (work,) = wait_for("the slow one", lambda: loader.loaded()[0])
     assert work.job_id == "j"
     loader.close()
+
+
+def test_a_pipe_in_place_of_the_input_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "none")  # which couldn't be opened until somebody writes
+    loader = ChunkLoader()
+    loader.start(_lease(tmp_path))
+    ((_, reason),) = wait_for("the refusal", lambda: loader.loaded()[1])
+    assert reason == f"{tmp_path}/none can't be read: it is a pipe or a device, not a file"
+    loader.close()
+
+
+def test_an_input_that_never_answers_stops_its_own_job_only(
+    redis_server: EmbeddedRedis,
+    client: redis.Redis,
+    source: Path,
+    tmp_path: Path,
+    hung: tuple[Event, Event],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others start though its chunks fill the intake; it goes back with a reason; and nothing waits for its thread."""
+    monkeypatch.setattr(loading, "SLOW_S", 0.05)
+    monkeypatch.setattr(loading, "FIRST_PAUSE_S", 0.0)
+    waits, answers = hung
+    with group(client, MODEL) as worker:
+        worker.delivery._loader = ChunkLoader(limit_s=2)
+        job = submit(redis_server, source, tmp_path / "out")
+        wait_for("the reading", lambda: worker.tick() or waits.is_set())
+        other = Client(redis_server.url).submit(["a", "b"], model=MODEL, output=tmp_path / "other")
+        run_all(worker, other)
+        assert other.status().state is JobState.FINISHED
+        wait_for("the reason", lambda: worker.tick() or job.status().waiting)
+        assert job.status().waiting == f"group-1 can't take it: {source} can't be read: no answer within 2 s"
+        assert worker.delivery._loader.avoided == [job.id]  # its thread is still at it
+        answers.set()
+        wait_for("the thread", lambda: not worker.delivery._loader.avoided)
+        run_all(worker, job)
+        check(job, source)
+
+
+def test_closing_waits_for_no_input(tmp_path: Path, hung: tuple[Event, Event]) -> None:
+    loader = ChunkLoader()
+    loader.start(_lease(tmp_path))
+    assert hung[0].wait(30)
+    loader.close()
+    assert not hung[1].is_set()
+    threads = [thread for thread in threading.enumerate() if thread.name == "input" and thread.is_alive()]
+    assert threads
+    assert all(thread.daemon for thread in threads)
 
 
 def _lease(tmp_path: Path) -> Lease:
@@ -293,6 +361,37 @@ def test_paths_outside_the_roots_are_refused(
         job.cancel()
         worker.end_jobs()
         client.flushall()
+
+
+URLS_OUTSIDE = [
+    "ftp://127.0.0.1:1/x",
+    "memory://elsewhere/x",
+    "memory://bucket/in/../x",
+    "reference://x",
+    "zip://x::file:///etc/hostname",
+    "simplecache::memory://bucket/in",
+]
+
+
+@pytest.mark.parametrize("url", URLS_OUTSIDE)
+@pytest.mark.parametrize("what", ["input", "output"])
+def test_no_store_is_made_of_a_url_outside_the_roots(
+    url: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some connect to a host or open a file as soon as they are made."""
+    made: list[str] = []
+    monkeypatch.setattr("minisgl_jobs.places.open_store", made.append)
+    lease = _lease(tmp_path)
+    if what == "input":
+        spec = msgspec.structs.replace(lease.spec, reference=InputReference(url))
+    else:
+        spec = msgspec.structs.replace(lease.spec, output=url)
+    loader = ChunkLoader(AllowedRoots([str(tmp_path), "memory://bucket/in"]))
+    loader.start(replace(lease, spec=spec))
+    ((_, reason),) = wait_for("the refusal", lambda: loader.loaded()[1])
+    loader.close()
+    assert f"may not be {'read' if what == 'input' else 'written'} by this worker" in reason
+    assert not made
 
 
 def test_paths_under_the_roots_are_served(

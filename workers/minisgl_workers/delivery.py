@@ -337,7 +337,7 @@ class Delivery:
     def _has_room(self) -> bool:
         if not self.works:
             self._is_full = False
-        loading = self._loader.leases
+        loading = self._loader.imminent
         is_solo = any(lease.is_solo for lease in [*loading, *(work.lease for work in self.works)])
         if self._is_full or self._writer.is_behind or is_solo:
             return False  # nowhere to put results, or a chunk that must be alone

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from minisgl_batch.cli.main import COMMANDS, cli
 from minisgl_batch.client import Client
-from minisgl_jobs.keys import QueueKeys, queue_name
+from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
 from tests.minisgl_batch.cli.conftest import RunCli, write_rows
 from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
 from tests.processes import Command, environment
@@ -77,6 +77,29 @@ def test_bad_usage(run_cli: RunCli, tmp_path: Path, args: tuple[str, ...]) -> No
     assert "secret" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("source", "option", "value"),
+    [
+        ("in.jsonl", "--stop", "\udcff"),
+        ("in.jsonl", "--system", "\udcff"),
+        ("in.jsonl", "--template", "{prompt}\udcff"),
+        ("in.jsonl", "--prompt-column", "\udcff"),
+        ("in.jsonl", "--messages-column", "\udcff"),
+        ("in.jsonl", "--keep-columns", "a,\udcff"),
+        ("in.jsonl", "--output", "out-\udcff"),
+        ("\udcff.jsonl", "--output", "out"),
+        ("folder", "--output", "out"),
+    ],
+)
+def test_what_is_not_utf8(run_cli: RunCli, tmp_path: Path, source: str, option: str, value: str) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("in.jsonl", "\udcff.jsonl", "folder/\udcff.jsonl"):
+        write_rows(tmp_path / name, ["a"])
+    error = run_cli("submit", source, "--model", "m", option, value, code=2).stderr.splitlines()[-1]
+    assert "isn't valid Unicode" in error
+    assert error.startswith(f"Error: {option}: " if "\udcff" in value else "Error: '")
+
+
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("run", "worker", "bench")])
 def test_a_redis_that_is_away(command: str, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ["a"])
@@ -104,6 +127,27 @@ def test_a_job_of_another_release(
     client.hset(key, "schema", 1)
     with Client() as api:
         api.job(job_id).cancel()
+
+
+def test_what_others_wrote_into_redis_hides_nothing(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]
+) -> None:
+    queue = QueueKeys(queue_name(MODEL))
+    client.hset(QUEUES, b"\xff", "model")
+    client.set(queue.worker("ghost"), "garbage", px=60_000)
+    client.set(queue.job("planted"), "text")
+    client.zadd(queue.part("workers"), {"ghost": 9e15})
+    job_id = submit(["a"])
+    client.zadd(queue.part("jobs"), {"planted": 9e15})
+    for command in (("jobs",), ("status",), ("status", job_id), ("workers",)):
+        result = run_cli(*command)
+        assert (job_id in result.stdout) == (command != ("workers",))
+        assert "warning: not listed: mb:queues (field \\xff) in Redis is no record of minisgl-batch" in result.stderr
+    for command in OF_A_JOB:
+        error = run_cli(command, "planted", code=1).stderr.splitlines()[-1]
+        assert error == f"Error: {queue.job('planted')} in Redis is no record of minisgl-batch: remove it"
+    run_cli("cancel", job_id)
+    client.delete(queue.job("planted"), queue.part("workers"))
 
 
 def test_what_others_wrote_is_shown_harmlessly(run_cli: RunCli, tmp_path: Path) -> None:
