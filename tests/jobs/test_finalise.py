@@ -216,15 +216,18 @@ def test_finalise_that_died_before_its_last_step_is_repeated(writer: Writer, mon
 
 
 def test_a_lost_part_fails_the_job_and_says_which(writer: Writer) -> None:
-    writer.run()
+    writer.run(errors=1)
     (writer.folder / part_name(1)).unlink()
     assert writer.finalise() is JobState.FAILED
-    assert "part-000001.parquet" in writer.jobs.status(writer.spec.job_id).error
+    status = writer.jobs.status(writer.spec.job_id)
+    assert "part-000001.parquet" in status.error
     assert not (writer.folder / SUCCESS).exists()
     manifest = read_manifest(writer.folder)
     assert manifest is not None
     assert manifest.reason is not None
     assert "part-000001.parquet" in manifest.reason
+    # Only what is in the folder counts: rows 0 to 3 and 8 to 9, of which the first of each part failed.
+    assert (manifest.num_ok, manifest.num_errors) == (status.rows_ok, status.rows_error) == (4, 2)
 
 
 def test_a_part_that_vanished_before_its_rename_fails_the_job(writer: Writer) -> None:
