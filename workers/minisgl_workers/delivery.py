@@ -18,6 +18,7 @@ from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.leases import ChunkQueue, Commit, Lease, Renewal
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.places import Place
+from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.scripts import redis_errors
 from minisgl_jobs.spool import encode_result
 from minisgl_jobs.status import WorkerInfo
@@ -59,13 +60,13 @@ class Delivery:
         tasks: TaskQueue,
         *,
         low_water: int,
-        loader: ChunkLoader | None = None,
+        roots: AllowedRoots | None = None,
     ) -> None:
         """
         Args:
             keeper: renews the leases.
             low_water: take chunks while fewer samples than this are unfinished; half of them are taken ahead.
-            loader: reads the chunks' rows; by default from wherever a job says.
+            roots: what inputs and outputs may be used; by default all.
         """
         self._queue = queue
         self._keeper = keeper
@@ -73,9 +74,9 @@ class Delivery:
         self._tasks = tasks
         self._held = HeldJobs(tasks.connection, outbox.queue)
         self._low_water = low_water
-        self._loader = loader or ChunkLoader()
-        self._writer = PartWriter()
-        self._renamer = PartRenamer()
+        self._loader = ChunkLoader(roots)
+        self._writer = PartWriter(roots)
+        self._renamer = PartRenamer(roots)
         self._written: list[tuple[ChunkWork, Place]] = []  # on disk, to be committed
         self._unconfirmed: list[Lease] = []  # renames that Redis wasn't told of
         self._unusable: list[tuple[Lease, str]] = []  # chunks that can't be read or written here, and why
