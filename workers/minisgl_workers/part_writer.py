@@ -9,6 +9,8 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+import pyarrow as pa
+
 from minisgl_batch.errors import OutputDeniedError, OutputError, OutputNotAllowedError
 from minisgl_jobs.kept import add_columns
 from minisgl_jobs.leases import Lease
@@ -34,6 +36,7 @@ class PartWriter:
 
     Attributes:
         denied: chunks whose folder can't be written from here, and why; the caller empties the list.
+        damaged: chunks whose results no part can hold, such as spooled ones that others have changed, as `denied`.
         trouble: why the first of those that wait couldn't be written; "" when none waits.
     """
 
@@ -48,6 +51,7 @@ class PartWriter:
         self._refused: list[ChunkWork] = []
         self._reason = ""
         self.denied: list[tuple[ChunkWork, str]] = []
+        self.damaged: list[tuple[ChunkWork, str]] = []
         self._retry_at = 0.0
         self._remind_at = 0.0
 
@@ -85,6 +89,9 @@ class PartWriter:
                 self.denied.append((work, str(error)))
             except OutputError as error:
                 self._refuse(work, error)
+            except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
+                self.drop(work)
+                self.damaged.append((work, f"chunk {work.lease.chunk} can't be written: {error}"))
             else:
                 if self._refused:
                     logger.info("there is room again: chunks are written and taken")
