@@ -9,12 +9,13 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from minisgl_batch.errors import OutputDeniedError, OutputError
+from minisgl_batch.errors import OutputDeniedError, OutputError, OutputNotAllowedError
 from minisgl_jobs.kept import add_columns
 from minisgl_jobs.leases import Lease
 from minisgl_jobs.parts import PartInfo, commit_part, output_place, remove_file, write_part
 from minisgl_jobs.places import Place
 from minisgl_jobs.results import results_to_table
+from minisgl_jobs.roots import AllowedRoots
 from minisgl_workers.work import ChunkWork
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,12 @@ class PartWriter:
         trouble: why the first of those that wait couldn't be written; "" when none waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, roots: AllowedRoots | None = None) -> None:
+        """
+        Args:
+            roots: what may be written, looked at before each part; by default everything.
+        """
+        self._roots = roots or AllowedRoots()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parquet")
         self._writing: dict[ChunkWork, Future[Place]] = {}
         self._refused: list[ChunkWork] = []
@@ -63,7 +69,7 @@ class PartWriter:
                 self._refused.append(work)
             if work is not self._refused[0] or time.monotonic() < self._retry_at:
                 return
-        self._writing[work] = self._thread.submit(_write, work)
+        self._writing[work] = self._thread.submit(_write, work, self._roots)
 
     def written(self) -> list[tuple[ChunkWork, Place]]:
         """Chunks that are on disk under their pending names since the last call; each comes once."""
@@ -74,7 +80,7 @@ class PartWriter:
             del self._writing[work]
             try:
                 done.append((work, writing.result()))
-            except OutputDeniedError as error:
+            except (OutputDeniedError, OutputNotAllowedError) as error:
                 self.drop(work)
                 self.denied.append((work, str(error)))
             except OutputError as error:
@@ -118,13 +124,18 @@ class PartRenamer:
     What can't be done here, finalise does. An object store takes its time, which must not be the frontend's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, roots: AllowedRoots | None = None) -> None:
+        """
+        Args:
+            roots: as `PartWriter`'s.
+        """
+        self._roots = roots or AllowedRoots()
         self._threads = ThreadPoolExecutor(max_workers=RENAME_THREADS, thread_name_prefix="rename")
         self._renaming: list[tuple[Lease, Future[None]]] = []
 
     def rename(self, lease: Lease) -> None:
         """Give the part of a committed chunk its name."""
-        self._renaming.append((lease, self._threads.submit(_rename, lease)))
+        self._renaming.append((lease, self._threads.submit(_rename, lease, self._roots)))
 
     def discard(self, pending: Place) -> None:
         """Remove a part that won't be committed."""
@@ -142,8 +153,8 @@ class PartRenamer:
         self._threads.shutdown(wait=False)
 
 
-def _rename(lease: Lease) -> None:
-    commit_part(output_place(lease.spec.output), lease.chunk, lease.epoch, lease.token)
+def _rename(lease: Lease, roots: AllowedRoots) -> None:
+    commit_part(output_place(lease.spec.output, roots), lease.chunk, lease.epoch, lease.token, roots=roots)
 
 
 def _succeeded(renaming: Future[None]) -> bool:
@@ -162,7 +173,7 @@ def _discard(pending: Place) -> None:
         logger.warning("finalise will remove this: %s", error)
 
 
-def _write(work: ChunkWork) -> Place:
+def _write(work: ChunkWork, roots: AllowedRoots) -> Place:
     """In the writer's thread: the part of a complete chunk, under its pending name."""
     lease = work.lease
     results = results_to_table(work.results.values(), token_ids=lease.spec.token_ids)
@@ -174,4 +185,4 @@ def _write(work: ChunkWork) -> Place:
         input_sha256=work.input_sha256,
         num_rows=table.num_rows,
     )
-    return write_part(output_place(lease.spec.output), table, info, lease.token)
+    return write_part(output_place(lease.spec.output, roots), table, info, lease.token, roots=roots)
