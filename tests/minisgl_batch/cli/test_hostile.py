@@ -157,11 +157,13 @@ def test_what_others_wrote_into_redis_hides_nothing(
         result = run_cli(*command)
         assert (job_id in result.stdout) == (command != ("workers",))
         assert "warning: not listed: mb:queues (field \\xff) in Redis is no record of minisgl-batch" in result.stderr
-    for command in OF_A_JOB:
+    for command in ("status", "tail", "results", "cancel", "retry"):
         error = run_cli(command, "planted", code=1).stderr.splitlines()[-1]
         assert error == f"Error: {queue.job('planted')} in Redis is no record of minisgl-batch: remove it"
     run_cli("cancel", job_id)
-    client.delete(queue.job("planted"), queue.part("workers"))
+    run_cli("purge", "planted")
+    assert not client.exists(queue.job("planted"))
+    client.delete(queue.part("workers"))
 
 
 def test_what_others_wrote_is_shown_harmlessly(run_cli: RunCli, tmp_path: Path) -> None:
