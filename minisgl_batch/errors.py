@@ -114,7 +114,7 @@ class SchemaVersionError(QueueError):
 
 
 class DamagedJobError(QueueError):
-    """Raised when what Redis holds of a job can't have been written by this package."""
+    """Raised when what Redis holds of a job or a worker can't have been written by this package."""
 
 
 class JobNotFoundError(QueueError):

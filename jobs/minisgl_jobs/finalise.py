@@ -64,8 +64,8 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
         return None
     roots = roots or AllowedRoots()
     try:
+        roots.check_writing(job.spec.output)
         folder = output_place(job.spec.output)
-        roots.check_writing(folder)
         _make_folder(folder)
         check_dataset(folder, job_id)
         damage = _rename_committed(job, folder)
@@ -87,8 +87,8 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
             return JobState.CANCELED
         outbox.note_error(job_id, epoch, str(error))
         raise
-    rows = (manifest.num_ok, manifest.num_errors)
-    outbox.finish(job_id, epoch, manifest.state, error=manifest.reason or "", rows=rows if job.is_canceled else None)
+    rows = None if manifest.state.is_complete else (manifest.num_ok, manifest.num_errors)
+    outbox.finish(job_id, epoch, manifest.state, error=manifest.reason or "", rows=rows)
     logger.info(
         "job %s is %s: %d rows ok, %d errors", job_id, manifest.state.value, manifest.num_ok, manifest.num_errors
     )
@@ -176,7 +176,7 @@ def _manifest(job: FinalisingJob, parts: list[Part], damage: str) -> Manifest:
     state, reason = _outcome(job, parts, damage)
     if not state.is_complete:
         parts = [part for part in parts if part.info.job_id == job.spec.job_id]
-    rows_ok, rows_error = _count_rows(job, parts) if job.is_canceled else (job.rows_ok, job.rows_error)
+    rows_ok, rows_error = (job.rows_ok, job.rows_error) if state.is_complete else _count_rows(job, parts)
     return make_manifest(
         job.spec,
         parts,
@@ -190,7 +190,7 @@ def _manifest(job: FinalisingJob, parts: list[Part], damage: str) -> Manifest:
 
 
 def _count_rows(job: FinalisingJob, parts: list[Part]) -> tuple[int, int]:
-    """The rows of a canceled job that are ok and not, from the data: the queue counts whole chunks only."""
+    """The rows of an incomplete job that are ok and not, from the data: the queue counts lost chunks, too."""
     rows_ok = rows_error = 0
     for part in parts:
         table = read_part_table(output_place(job.spec.output) / part.name, ["row_index", "status"])

@@ -344,7 +344,10 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def _local_path(url: str) -> str:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"{url!r} is not a URL: {error}") from None
     if parts.netloc not in ("", "localhost"):
         raise UsageError(f"{url!r} names another machine: write file:///path/to/file")
     return unquote(parts.path)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import redis
 
 from minisgl_batch.errors import (
+    DamagedJobError,
     InvalidParameterError,
     JobExistsError,
     JobNotFoundError,
@@ -25,7 +27,7 @@ from minisgl_jobs.keys import QUEUES, QueueKeys, is_job_id, queue_name
 from minisgl_jobs.model import JobSpec, JobState
 from minisgl_jobs.scripts import Scripts, redis_errors
 from minisgl_jobs.spool import decode_spool
-from minisgl_jobs.status import JobStatus, WorkerInfo, parse_status, spec_encoder
+from minisgl_jobs.status import JobStatus, WorkerInfo, decode_worker, parse_status, reading_record, spec_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,15 @@ MAX_APPEND_CHUNKS = 500  # Lua can't unpack many more arguments than these twice
 class JobQueue:
     """All queues of one Redis.
 
-    Methods raise RedisUnavailableError when Redis stays away; each may then be repeated without harm.
+    Methods raise RedisUnavailableError when Redis stays away; each may then be repeated without harm. Those that look
+    at one job raise DamagedJobError when others have written to its keys; lists leave such records out with a warning.
     """
 
     def __init__(self, client: redis.Redis, *, submit_ttl_s: float = SUBMIT_TTL_S) -> None:
         self._client = client
         self._scripts = Scripts(client)
         self._submit_ttl_ms = int(submit_ttl_s * 1000)
+        self._left_out: set[str] = set()  # what was said about records that can't be read
 
     def create(self, spec: JobSpec, *, epoch: int = 0) -> bool:
         """Make the record of a job; `append` and `seal` follow.
@@ -62,7 +66,7 @@ class JobQueue:
         """
         _check_spec(spec)
         keys = QueueKeys(queue_name(spec.model))
-        with redis_errors():
+        with reading_record(QUEUES), redis_errors():
             self._client.hset(QUEUES, keys.queue, spec.model)
         fields: dict[str, str | bytes | int] = {
             "spec": spec_encoder.encode(spec),
@@ -137,21 +141,37 @@ class JobQueue:
             JobNotFoundError: there is no such job (any more).
             SchemaVersionError: another release wrote it.
         """
-        return parse_status(job_id, self._run("status", job_id))
+        keys = self.find(job_id)
+        with reading_record(keys.job(job_id)):
+            reply = self._scripts.run("status", keys.prefix, job_id)
+            if not reply:
+                raise _ended(job_id)
+            return parse_status(job_id, reply)
 
     def jobs(self, *, model: str | None = None, limit: int = 100) -> list[JobStatus]:
         """The newest jobs, of one model or of all, newest first; those of other releases are left out."""
         found = []
         for queue in [queue_name(model)] if model else self.queues():
-            prefix = QueueKeys(queue).prefix
-            for job_id in self._scripts.run("list", prefix, limit):
-                reply = self._scripts.run("status", prefix, job_id)
-                try:
-                    if reply:
+            keys = QueueKeys(queue)
+            ids: list[bytes] = []
+            with self._leaving_out(keys.part("jobs")):
+                ids = self._scripts.run("list", keys.prefix, limit)
+            for job_id in ids:
+                with self._leaving_out(keys.job(job_id.decode(errors="backslashreplace"))):
+                    if reply := self._scripts.run("status", keys.prefix, job_id):
                         found.append(parse_status(job_id.decode(), reply))
-                except SchemaVersionError as error:
-                    logger.warning("not listed: %s", error)
         return sorted(found, key=lambda status: status.created_at, reverse=True)[:limit]
+
+    @contextmanager
+    def _leaving_out(self, key: str) -> Iterator[None]:
+        """Go on without a record that can't be read; warn of it, once however often it is looked at."""
+        try:
+            with reading_record(key):
+                yield
+        except (SchemaVersionError, DamagedJobError) as error:
+            if str(error) not in self._left_out:
+                self._left_out.add(str(error))
+                logger.warning("not listed: %s", error)
 
     def cancel(self, job_id: str, why: str = "") -> None:
         """Stop a job: nothing new of it starts, and rows that run are given up. Finished rows stay.
@@ -211,19 +231,32 @@ class JobQueue:
 
     def workers(self, *, model: str | None = None) -> list[WorkerInfo]:
         """The living worker groups, of one model or of all."""
-        infos: list[Any] = []
+        found = []
         for queue in [queue_name(model)] if model else self.queues():
-            keys = QueueKeys(queue)
-            with redis_errors():
-                ids: list[Any] = self._client.zrange(keys.part("workers"), 0, -1)
-                infos += self._client.mget([keys.worker(id_.decode()) for id_ in ids]) if ids else []
-        return [msgspec.msgpack.decode(info, type=WorkerInfo) for info in infos if info is not None]
+            for key, info in self._registrations(QueueKeys(queue)):
+                with self._leaving_out(key.decode(errors="backslashreplace")):
+                    found.append(decode_worker(info))
+        return found
+
+    def _registrations(self, keys: QueueKeys) -> list[tuple[bytes, bytes]]:
+        """The keys of a queue's workers and what they hold."""
+        names: list[Any] = []
+        infos: Any = []
+        with self._leaving_out(keys.part("workers")), redis_errors():
+            ids: Any = self._client.zrange(keys.part("workers"), 0, -1)
+            names = [keys.worker("").encode() + id_ for id_ in ids]
+            infos = self._client.mget(names) if names else []
+        return [(name, info) for name, info in zip(names, infos, strict=True) if info is not None]
 
     def queues(self) -> dict[str, str]:
         """Queue -> model of all queues that ever had a job or a worker."""
-        with redis_errors():
+        with reading_record(QUEUES), redis_errors():
             found: dict[Any, Any] = self._client.hgetall(QUEUES)
-        return {queue.decode(): model.decode() for queue, model in found.items()}
+        queues = {}
+        for queue, model in found.items():
+            with self._leaving_out(f"{QUEUES} (field {queue.decode(errors='backslashreplace')})"):
+                queues[queue.decode()] = model.decode()
+        return queues
 
     def spooled(self, job_id: str, chunk: int) -> dict[tuple[int, int], bytes]:
         """(row, sample) -> encoded result of a chunk that is being worked on."""
@@ -257,7 +290,9 @@ class JobQueue:
         raise JobNotFoundError(f"no job {job_id}: list them with `minisgl-batch jobs` (finished jobs expire)")
 
     def _run(self, script: str, job_id: str, *args: str | int) -> Any:
-        answer = self._scripts.run(script, self.find(job_id).prefix, job_id, *args)
+        keys = self.find(job_id)
+        with reading_record(keys.job(job_id)):
+            answer = self._scripts.run(script, keys.prefix, job_id, *args)
         if answer is None:
             raise _ended(job_id)
         return answer

@@ -7,6 +7,7 @@ Called by clients and the command line; `streams.py` is the sending end.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -15,13 +16,16 @@ from typing import Any, TypeAlias
 import msgspec
 import redis
 
-from minisgl_batch.errors import JobNotFoundError, RedisUnavailableError
+from minisgl_batch.errors import DamagedJobError, JobNotFoundError, RedisUnavailableError
 from minisgl_jobs.keys import EVENTS
 from minisgl_jobs.model import JobState, RowResult
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.row_texts import RowEvent, RowTexts
 from minisgl_jobs.scripts import redis_errors
+from minisgl_jobs.status import reading_record
 from minisgl_jobs.streams import WATCH_TTL_S, message_decoder
+
+logger = logging.getLogger(__name__)
 
 OUTAGE_S = 120.0  # how long a reader puts up with a Redis that is away
 RESYNC_S = 1.0  # at least so long between requests for snapshots
@@ -89,6 +93,7 @@ class TokenReader:
         self._resynced = 0.0
         self._sweep_due = True
         self._away_since: float | None = None
+        self._is_warned = False
         self.is_stopped = False
 
     def stop(self) -> None:
@@ -172,8 +177,11 @@ class TokenReader:
         if kind == b"state":
             yield from self._change()
             return
-        previous, id_, content = rest.split(b" ", 2)
-        if previous == self._last:
+        previous, _, rest = rest.partition(b" ")
+        id_, _, content = rest.partition(b" ")
+        if kind != b"tokens":
+            self._pass_over(message["channel"].decode(errors="backslashreplace"))
+        elif previous == self._last:
             self._last = id_
             yield from self._apply(content)
         elif previous == b"0-0" and self._last:  # the stream began anew: it had expired, or Redis has lost it
@@ -189,17 +197,24 @@ class TokenReader:
         entries: Any = [None]
         while entries:
             start = b"(" + self._last if self._last else "-"
-            with redis_errors():
+            with reading_record(stream), redis_errors():
                 entries = self._client.xrange(stream, min=start, count=READ_MESSAGES)
             for id_, fields in entries:
-                if self._last and fields[b"previous"] != self._last:
+                if self._last and fields.get(b"previous", self._last) != self._last:
                     self._gap()
-                self._last = id_
-                yield from self._apply(fields[b"message"])
+                self._last = id_  # of a foreign entry, too: the next one of ours follows it
+                yield from self._apply(fields.get(b"message", b""))
             self._refresh()
 
     def _apply(self, data: bytes) -> Iterator[Event]:
-        message = message_decoder.decode(data)
+        """The events of a message; none of an entry of others, who may write to the same Redis."""
+        stream = self._keys.job(self._job_id, "tokens")
+        try:
+            with reading_record(stream):
+                message = message_decoder.decode(data)
+        except DamagedJobError:
+            self._pass_over(stream)
+            return
         for delta in message.rows:
             events = self._texts.apply(delta)
             if events is None:
@@ -208,6 +223,11 @@ class TokenReader:
                 yield from events
         # Rows may have ended before the workers noticed this reader: they are among the finished ones now.
         self._sweep_due |= message.is_snapshot
+
+    def _pass_over(self, key: str) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            logger.warning("%s in Redis holds entries that minisgl-batch didn't write: they are passed over", key)
 
     def _gap(self) -> None:
         """Messages are lost: ask for snapshots of what runs, but not with every message."""

@@ -122,6 +122,7 @@ class ChunkReader:
         self, source: InputReference, name: str, options: ReadOptions, position: int, lines_read: int
     ) -> RecordFile:
         """The file where the position is, open already if that lies behind the last chunk's."""
+        self._roots.check_reading(f"{source.uri.rstrip('/')}/{name}" if name else source.uri)
         path = _path(source, name)
         self._roots.check_reading(path)
         key = (source, name)

@@ -1,7 +1,8 @@
 """What a shared worker may read and write: only what lies under the folders and URLs that it was started with.
 
-Local names are resolved first, so that neither `..` nor a symbolic link leads out. Knows nothing of jobs. Called by
-whoever is about to open an input or an output that a job names.
+Local names are resolved first, so that neither `..` nor a symbolic link leads out. URLs are judged by their text, and
+before a store is made of them: that may connect to a host or open files. Knows nothing of jobs. Called by whoever is
+about to open an input or an output that a job names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from urllib.parse import unquote
 
 from minisgl_batch.errors import InputUnreachableError, InvalidParameterError, OutputNotAllowedError, UsageError
 from minisgl_jobs.places import Place, place
-from minisgl_jobs.stores import url_scheme
+from minisgl_jobs.stores import safe_name, url_scheme, without_login
 
 VARIABLE = "MINISGL_ALLOW_ROOT"
 SEPARATOR = ";"
@@ -55,26 +56,37 @@ class AllowedRoots:
         """
         return cls([root for root in os.environ.get(VARIABLE, "").split(SEPARATOR) if root])
 
-    def check_reading(self, path: Place) -> None:
+    def check_reading(self, path: Place | str) -> None:
         """Raise InputUnreachableError if an input may not be read."""
         if not self._allows(path):
-            raise InputUnreachableError(f"{path} may not be read by this worker, which was started with --allow-root")
+            raise InputUnreachableError(
+                f"{_shown(path)} may not be read by this worker, which was started with --allow-root"
+            )
 
-    def check_writing(self, folder: Place) -> None:
+    def check_writing(self, folder: Place | str) -> None:
         """Raise OutputNotAllowedError if an output may not be written."""
         if not self._allows(folder):
             raise OutputNotAllowedError(
-                f"{folder} may not be written by this worker, which was started with --allow-root"
+                f"{_shown(folder)} may not be written by this worker, which was started with --allow-root"
             )
 
-    def _allows(self, path: Place) -> bool:
+    def _allows(self, path: Place | str) -> bool:
         if not self._is_confined:
             return True
+        if isinstance(path, str) and url_scheme(path) in ("", "file"):
+            try:
+                path = place(path)
+            except UsageError:
+                return False
         if isinstance(path, Path):
             real = os.path.realpath(path)
             return any(real == root or real.startswith(root.rstrip("/") + "/") for root in self._folders)
-        url = _normal_url(path.url)
+        url = _normal_url(path if isinstance(path, str) else path.url)
         return url is not None and any(url == root or url.startswith(root + "/") for root in self._urls)
+
+
+def _shown(path: Place | str) -> str:
+    return without_login(safe_name(path)) if isinstance(path, str) else str(path)
 
 
 def _normal_url(url: str) -> str | None:

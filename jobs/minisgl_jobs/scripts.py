@@ -15,7 +15,7 @@ from typing import Any
 import redis
 from redis import exceptions
 
-from minisgl_batch.errors import RedisFullError, RedisUnavailableError
+from minisgl_batch.errors import DamagedJobError, RedisFullError, RedisUnavailableError
 from minisgl_jobs.keys import lua_names
 
 
@@ -55,6 +55,7 @@ def redis_errors() -> Iterator[None]:
     Raises:
         RedisFullError: out of memory, or Redis can't write its own files.
         RedisUnavailableError: Redis can't be reached, or is a replica at the moment (a failover).
+        DamagedJobError: a key holds a value of another kind than this package put there.
     """
     try:
         yield
@@ -69,4 +70,6 @@ def redis_errors() -> Iterator[None]:
             raise RedisFullError(f"Redis takes no more data: {text}") from error
         if "READONLY" in text:
             raise RedisUnavailableError(f"Redis is away: {text}") from error
+        if "WRONGTYPE" in text:
+            raise DamagedJobError(f"Redis holds what minisgl-batch didn't write: {text}") from error
         raise

@@ -6,11 +6,14 @@ Knows the replies of the scripts, but makes no calls.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from minisgl_batch.errors import DamagedJobError
 from minisgl_batch.words import one_line
 from minisgl_jobs.model import JobSpec, JobState, check_schema_version
 
@@ -45,6 +48,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     trouble: str = ""
     description: dict[str, str | int] = {}
+
+
+_worker_decoder = msgspec.msgpack.Decoder(WorkerInfo)
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,24 @@ class JobStatus:
         if not self.num_workers:
             return f"no worker for {one_line(self.spec.model)}"
         return self.blocked if not self.leases else ""
+
+
+@contextmanager
+def reading_record(key: str) -> Iterator[None]:
+    """Name the key of a record that can't be read: others may write to the same Redis.
+
+    Raises:
+        DamagedJobError: it is none of ours.
+    """
+    try:
+        yield
+    except (DamagedJobError, KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise DamagedJobError(f"{one_line(key)} in Redis is no record of minisgl-batch: remove it") from error
+
+
+def decode_worker(data: bytes) -> WorkerInfo:
+    """A worker's registration."""
+    return _worker_decoder.decode(data)
 
 
 def decode_spec(fields: dict[bytes, bytes], job_id: str) -> JobSpec:

@@ -30,6 +30,11 @@ def safe_name(name: str) -> str:
     return name.partition("?")[0] if url_scheme(name) else name
 
 
+def without_login(url: str) -> str:
+    """A URL for messages about one that may hold a password."""
+    return re.sub(r"//.*@", "//", url)
+
+
 def open_store(url: str) -> Any:
     """fsspec's object for the store that a URL is in.
 
@@ -42,8 +47,9 @@ def open_store(url: str) -> Any:
     except ValueError as error:
         raise UsageError(f"{safe_name(url)} is not a URL: {error}") from None
     if "@" in netloc:
-        shown = re.sub(r"//.*@", "//", url)
-        raise UsageError(f"{shown} was given with a login, and jobs store URLs: set the login in the environment")
+        raise UsageError(
+            f"{without_login(url)} was given with a login, and jobs store URLs: set the login in the environment"
+        )
     try:
         import fsspec
     except ImportError:

@@ -77,6 +77,7 @@ def build_library(library: str, names: tuple[str, ...]) -> str:
         built = cpp.cache_dir() / f"{library}-{hashlib.sha256(text).hexdigest()[:16]}.so"
         if built.exists():
             return str(built)
+        logger.info("compiling the CUDA C++ kernels: half a minute, once")
         # Elsewhere, then renamed: ranks that build at once don't meet half a file.
         with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
             path = tvm_ffi_cpp.build(

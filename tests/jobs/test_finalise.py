@@ -19,6 +19,7 @@ from minisgl_jobs.owner import OWNER, claim_output
 from minisgl_jobs.parts import Part, PartInfo, commit_part, part_name, part_names, scan_parts, write_part
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.results import results_to_table
+from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.spool import encode_result
 from tests.jobs.helpers import MODEL, complete, make_spec, submit, taken
 
@@ -134,6 +135,19 @@ def test_a_damaged_record_of_a_rename_ends_the_job_and_moves_nothing(
     writer.jobs.purge(writer.spec.job_id)
 
 
+def test_finalise_makes_no_store_of_a_url_outside_the_roots(
+    client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, outbox = JobQueue(client), Outbox(client, queue_name(MODEL))
+    job_id = submit(jobs, make_spec(1, 1, output="ftp://127.0.0.1:1/x")).job_id
+    jobs.cancel(job_id)
+    made: list[str] = []
+    monkeypatch.setattr("minisgl_jobs.places.open_store", made.append)
+    assert finalise(outbox, job_id, 0, roots=AllowedRoots([str(tmp_path)])) is JobState.CANCELED
+    assert "may not be written by this worker" in jobs.status(job_id).error
+    assert not made
+
+
 def test_finalise_may_be_repeated(writer: Writer) -> None:
     writer.run()
     assert finalise(writer.outbox, writer.spec.job_id, 0) is JobState.FINISHED
@@ -171,15 +185,18 @@ def test_finalise_that_died_before_its_last_step_is_repeated(writer: Writer, mon
 
 
 def test_a_lost_part_fails_the_job_and_says_which(writer: Writer) -> None:
-    writer.run()
+    writer.run(errors=1)
     (writer.folder / part_name(1)).unlink()
     assert writer.finalise() is JobState.FAILED
-    assert "part-000001.parquet" in writer.jobs.status(writer.spec.job_id).error
+    status = writer.jobs.status(writer.spec.job_id)
+    assert "part-000001.parquet" in status.error
     assert not (writer.folder / SUCCESS).exists()
     manifest = read_manifest(writer.folder)
     assert manifest is not None
     assert manifest.reason is not None
     assert "part-000001.parquet" in manifest.reason
+    # Only what is in the folder counts: rows 0 to 3 and 8 to 9, of which the first of each part failed.
+    assert (manifest.num_ok, manifest.num_errors) == (status.rows_ok, status.rows_error) == (4, 2)
 
 
 def test_a_part_that_vanished_before_its_rename_fails_the_job(writer: Writer) -> None:

@@ -15,7 +15,13 @@ from minisgl_jobs.places import place
 from minisgl_jobs.queue import JobQueue
 from tests.jobs.helpers import MODEL, make_spec, submit
 
-ODD_URLS = ["reference://::data:application/json;base64,e30=", "dir://x/y", "http://[::1", "simplecache://x"]
+ODD_URLS = [
+    "reference://::data:application/json;base64,e30=",
+    "dir://x/y",
+    "http://[::1",
+    "file://[::1",
+    "simplecache://x",
+]
 
 
 @pytest.mark.parametrize("url", ODD_URLS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_batch.errors import InputUnreachableError, InvalidParameterError, OutputNotAllowedError
-from minisgl_jobs.places import Place, RemotePath
+from minisgl_jobs.places import Place, RemotePath, place
 from minisgl_jobs.roots import VARIABLE, AllowedRoots
 
 
@@ -22,7 +22,7 @@ class _Url(RemotePath):
         return url
 
 
-def allows(roots: AllowedRoots, path: Place) -> bool:
+def allows(roots: AllowedRoots, path: Place | str) -> bool:
     try:
         roots.check_reading(path)
         roots.check_writing(path)
@@ -50,8 +50,15 @@ def test_local_names_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for roots in (AllowedRoots([str(inside)]), AllowedRoots([inside.as_uri()]), AllowedRoots.of_environment()):
         for path in ("in", "in/x", "in/here/x", "out/back/x", "in/../in/x", "out/../in"):
             assert allows(roots, tmp_path / path), path
+            assert allows(roots, str(tmp_path / path)), path
+            assert allows(roots, f"file://{tmp_path}/{path}"), path
         for path in ("", "out", "in/away/x", "in/../out", "in-no-more/x", "in/here/../../out/x", "in/away/../x"):
             assert not allows(roots, tmp_path / path), path
+            opened = place(str(tmp_path / path))  # which takes `..` out of a text first
+            assert allows(roots, str(tmp_path / path)) == allows(roots, opened), path
+            assert allows(roots, f"file://{tmp_path}/{path}") == allows(roots, opened), path
+        for name in ("", "a\0b", "file://host/x", "file://[x"):
+            assert not allows(roots, name), name
     assert not allows(AllowedRoots(["s3://bucket"]), inside)
 
 
@@ -76,7 +83,14 @@ def test_local_names_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_urls(url: str, is_allowed: bool) -> None:
-    assert allows(AllowedRoots(["s3://bucket/prefix/", "gs://else/x"]), _Url(url)) == is_allowed
+    roots = AllowedRoots(["s3://bucket/prefix/", "gs://else/x"])
+    assert allows(roots, _Url(url)) == allows(roots, url) == is_allowed
+
+
+def test_a_refusal_tells_no_password() -> None:
+    with pytest.raises(InputUnreachableError, match=r"^ftp://host/x may not be read") as error:
+        AllowedRoots(["s3://bucket"]).check_reading("ftp://user:secret@host/x?key=secret")
+    assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize("root", ["", "s3://", "s3://a/../b", "s3://a?b", "file://host/x", "a\0b"])

@@ -7,12 +7,14 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import fsspec
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -359,6 +361,37 @@ def test_paths_outside_the_roots_are_refused(
         job.cancel()
         worker.end_jobs()
         client.flushall()
+
+
+URLS_OUTSIDE = [
+    "ftp://127.0.0.1:1/x",
+    "memory://elsewhere/x",
+    "memory://bucket/in/../x",
+    "reference://x",
+    "zip://x::file:///etc/hostname",
+    "simplecache::memory://bucket/in",
+]
+
+
+@pytest.mark.parametrize("url", URLS_OUTSIDE)
+@pytest.mark.parametrize("what", ["input", "output"])
+def test_no_store_is_made_of_a_url_outside_the_roots(
+    url: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some connect to a host or open a file as soon as they are made."""
+    made: list[str] = []
+    monkeypatch.setattr("minisgl_jobs.places.open_store", made.append)
+    lease = _lease(tmp_path)
+    if what == "input":
+        spec = msgspec.structs.replace(lease.spec, reference=InputReference(url))
+    else:
+        spec = msgspec.structs.replace(lease.spec, output=url)
+    loader = ChunkLoader(AllowedRoots([str(tmp_path), "memory://bucket/in"]))
+    loader.start(replace(lease, spec=spec))
+    ((_, reason),) = wait_for("the refusal", lambda: loader.loaded()[1])
+    loader.close()
+    assert f"may not be {'read' if what == 'input' else 'written'} by this worker" in reason
+    assert not made
 
 
 def test_paths_under_the_roots_are_served(

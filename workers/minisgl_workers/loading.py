@@ -102,8 +102,8 @@ class _Reader:
 
     def _load(self, lease: Lease) -> ChunkWork:
         """In the thread: a chunk with its rows, and with those results that are on disk already."""
+        self._roots.check_writing(lease.spec.output)
         folder = output_place(lease.spec.output)
-        self._roots.check_writing(folder)
         check_dataset(folder, lease.spec.job_id)
         work = ChunkWork(lease, self._chunks.read(lease.spec, lease.chunk, lease.payload))
         if lease.epoch > 0 or _is_on_disk(folder, lease):

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from minisgl_batch.cli.main import COMMANDS, cli
 from minisgl_batch.client import Client
-from minisgl_jobs.keys import QueueKeys, queue_name
+from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
 from tests.minisgl_batch.cli.conftest import RunCli, write_rows
 from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
 from tests.processes import Command, environment
@@ -127,6 +127,27 @@ def test_a_job_of_another_release(
     client.hset(key, "schema", 1)
     with Client() as api:
         api.job(job_id).cancel()
+
+
+def test_what_others_wrote_into_redis_hides_nothing(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]
+) -> None:
+    queue = QueueKeys(queue_name(MODEL))
+    client.hset(QUEUES, b"\xff", "model")
+    client.set(queue.worker("ghost"), "garbage", px=60_000)
+    client.set(queue.job("planted"), "text")
+    client.zadd(queue.part("workers"), {"ghost": 9e15})
+    job_id = submit(["a"])
+    client.zadd(queue.part("jobs"), {"planted": 9e15})
+    for command in (("jobs",), ("status",), ("status", job_id), ("workers",)):
+        result = run_cli(*command)
+        assert (job_id in result.stdout) == (command != ("workers",))
+        assert "warning: not listed: mb:queues (field \\xff) in Redis is no record of minisgl-batch" in result.stderr
+    for command in OF_A_JOB:
+        error = run_cli(command, "planted", code=1).stderr.splitlines()[-1]
+        assert error == f"Error: {queue.job('planted')} in Redis is no record of minisgl-batch: remove it"
+    run_cli("cancel", job_id)
+    client.delete(queue.job("planted"), queue.part("workers"))
 
 
 def test_what_others_wrote_is_shown_harmlessly(run_cli: RunCli, tmp_path: Path) -> None:
