@@ -64,16 +64,16 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
         return None
     roots = roots or AllowedRoots()
     try:
-        roots.check_writing(job.spec.output)
-        folder = output_place(job.spec.output)
+        folder = output_place(job.spec.output, roots)
         _make_folder(folder)
         check_dataset(folder, job_id)
-        damage = _rename_committed(job, folder)
+        damage = _rename_committed(job, folder, roots)
         if job.is_canceled:
             _write_left_over(outbox, job, folder, roots)
-        manifest = _manifest(job, scan_parts(folder), damage)
+        manifest = _manifest(job, folder, damage)
         if outbox.load(job_id, epoch) is None:
             return None  # somebody else was faster: what is in the folder may be a retry's or another job's by now
+        roots.check_writing(folder)
         check_dataset(folder, job_id)
         finish_dataset(folder, manifest)
         remove_leftovers(folder, epoch)
@@ -109,7 +109,7 @@ def _make_folder(folder: Place) -> None:
         raise OutputError(f"{folder} can't be made: {error.strerror}") from error
 
 
-def _rename_committed(job: FinalisingJob, folder: Place) -> str:
+def _rename_committed(job: FinalisingJob, folder: Place, roots: AllowedRoots) -> str:
     """Do the renames that the workers that committed these parts didn't live to do.
 
     Returns:
@@ -123,7 +123,7 @@ def _rename_committed(job: FinalisingJob, folder: Place) -> str:
             damage = str(error)
             continue
         if pending.exists():
-            commit_part(folder, chunk, epoch, token)
+            commit_part(folder, chunk, epoch, token, roots=roots)
     return damage
 
 
@@ -155,8 +155,8 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: A
             is_whole=False,
         )
         token = f"finalise-{secrets.token_hex(8)}"  # in place of a lease's; another finalise may be at the same
-        write_part(folder, table, info, token)
-        commit_part(folder, chunk, job.epoch, token)
+        write_part(folder, table, info, token, roots=roots)
+        commit_part(folder, chunk, job.epoch, token, roots=roots)
 
 
 def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int, roots: AllowedRoots) -> tuple[pa.Table | None, str]:
@@ -172,11 +172,12 @@ def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int, roots: AllowedRo
         reader.close()
 
 
-def _manifest(job: FinalisingJob, parts: list[Part], damage: str) -> Manifest:
+def _manifest(job: FinalisingJob, folder: Place, damage: str) -> Manifest:
+    parts = scan_parts(folder)
     state, reason = _outcome(job, parts, damage)
     if not state.is_complete:
         parts = [part for part in parts if part.info.job_id == job.spec.job_id]
-    rows_ok, rows_error = (job.rows_ok, job.rows_error) if state.is_complete else _count_rows(job, parts)
+    rows_ok, rows_error = (job.rows_ok, job.rows_error) if state.is_complete else _count_rows(folder, parts)
     return make_manifest(
         job.spec,
         parts,
@@ -189,11 +190,11 @@ def _manifest(job: FinalisingJob, parts: list[Part], damage: str) -> Manifest:
     )
 
 
-def _count_rows(job: FinalisingJob, parts: list[Part]) -> tuple[int, int]:
+def _count_rows(folder: Place, parts: list[Part]) -> tuple[int, int]:
     """The rows of an incomplete job that are ok and not, from the data: the queue counts lost chunks, too."""
     rows_ok = rows_error = 0
     for part in parts:
-        table = read_part_table(output_place(job.spec.output) / part.name, ["row_index", "status"])
+        table = read_part_table(folder / part.name, ["row_index", "status"])
         failed = set(table.filter(pc.equal(table["status"], "error"))["row_index"].to_pylist())
         rows_error += len(failed)
         rows_ok += len(set(table["row_index"].to_pylist()) - failed)

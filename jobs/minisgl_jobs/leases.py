@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 import redis
 
+from minisgl_batch.errors import DamagedJobError
+from minisgl_batch.words import one_line
 from minisgl_jobs.connection import SOCKET_TIMEOUT_S
 from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
 from minisgl_jobs.model import SCHEMA_VERSION, JobSpec, JobState
@@ -137,28 +139,51 @@ class ChunkQueue:
         Args:
             token: give the same again to repeat a call that failed half-way; by default a new one.
             avoid: jobs to leave to other workers.
+
+        Jobs whose records are damaged are failed on the way.
         """
         if time.monotonic() >= self._next_audit:
             self.audit()
         token = token or secrets.token_hex(16)
-        reply = self._run("take", token, self.worker_id, self._lease_ms, SCHEMA_VERSION, self._engine, *avoid)
-        if reply[0] == b"none":
-            self._next_expiry_s = reply[1] / 1000 if reply[1] >= 0 else None
-            return None
-        return _parse_lease(token, reply)
+        while True:
+            reply = self._run("take", token, self.worker_id, self._lease_ms, SCHEMA_VERSION, self._engine, *avoid)
+            if reply[0] == b"none":
+                self._next_expiry_s = reply[1] / 1000 if reply[1] >= 0 else None
+                return None
+            job_id = _text(reply[1])
+            if reply[0] == b"damaged":
+                _log_damage(job_id, _text(reply[2]))
+                continue
+            try:
+                return _parse_lease(token, reply)
+            except DamagedJobError as error:
+                self.fail(job_id, str(error))
+
+    def fail(self, job_id: str, why: str) -> None:
+        """Take a job out of the queue whose records are damaged; every lease of it is lost."""
+        _log_damage(job_id, why)
+        self._run("fail", job_id, one_line(why))
 
     def audit(self) -> int:
         """Find chunks and jobs again that a loss of data in Redis has torn out of the queue; tells how many."""
         self._next_audit = time.monotonic() + self._audit_s
-        num_found: int = self._run("audit", self._lease_ms, int(RETENTION_S * 1000))
+        num_found, *damaged = self._run("audit", self._lease_ms, int(RETENTION_S * 1000))
+        for job_id, why in zip(damaged[::2], damaged[1::2], strict=True):
+            _log_damage(_text(job_id), _text(why))
         if num_found:
             logger.warning("Redis has lost data: found %d chunks and jobs again", num_found)
-        return num_found
+        return int(num_found)
 
     def renew(self, leases: Sequence[Lease]) -> list[Renewal]:
         """Extend leases; tells for each what became of it. Call every third of `lease_s`, also without any."""
         args = [arg for lease in leases for arg in (lease.spec.job_id, lease.chunk, lease.token)]
-        return [Renewal(answer.decode()) for answer in self._run("renew", self._lease_ms, *args)]
+        renewals = []
+        for lease, answer in zip(leases, self._run("renew", self._lease_ms, *args), strict=True):
+            word, _, why = _text(answer).partition(" ")
+            if word == "damaged":
+                _log_damage(lease.spec.job_id, why)
+            renewals.append(Renewal.LOST if word == "damaged" else Renewal(word))
+        return renewals
 
     def server_run_id(self) -> str:
         """Another one after each start of Redis, and on each server: what was written last may be lost then."""
@@ -173,7 +198,10 @@ class ChunkQueue:
             pipeline = self._client.pipeline(transaction=False)
             for job_id in asked:
                 pipeline.hget(self.keys.job(job_id), "state")
-            states = pipeline.execute()
+            states = pipeline.execute(raise_on_error=False)
+            for state in states:
+                if isinstance(state, redis.RedisError) and not isinstance(state, redis.ResponseError):
+                    raise state
         canceling = JobState.CANCELING.value.encode()
         return {job_id for job_id, state in zip(asked, states, strict=True) if state == canceling}
 
@@ -223,7 +251,7 @@ class ChunkQueue:
         for lease in leases:
             self._run_lease("handback", lease, f"{self.worker_id} can't take it: {reason}" if reason else "")
 
-    def fail(self, lease: Lease, reason: str) -> None:
+    def give_up(self, lease: Lease, reason: str) -> None:
         """Give a chunk back and end its job, which can't go on anywhere."""
         self._run("cancel", lease.spec.job_id, reason)
         self._run_lease("handback", lease, "")
@@ -256,10 +284,33 @@ class ChunkQueue:
         return self._scripts.run(script, self.keys.prefix, *args)
 
     def _run_lease(self, script: str, lease: Lease, *args: str | bytes | int) -> Any:
-        return self._run(script, lease.spec.job_id, lease.chunk, lease.token, *args)
+        try:
+            return self._run(script, lease.spec.job_id, lease.chunk, lease.token, *args)
+        except DamagedJobError as error:
+            self.fail(lease.spec.job_id, str(error))
+            return b"stale"
 
 
 def _parse_lease(token: str, reply: list[Any]) -> Lease:
+    """The answer of the `take` script; DamagedJobError when it isn't what this package writes."""
+    try:
+        lease = _lease(token, reply)
+    except Exception as error:  # whatever decoding raises: anybody may have put it there
+        raise DamagedJobError(f"chunk {_text(reply[2])}: {type(error).__name__}: {error}") from error
+    if not 0 <= lease.chunk < lease.spec.num_chunks or lease.spec.job_id != _text(reply[1]):
+        raise DamagedJobError(f"chunk {lease.chunk} is none of job {lease.spec.job_id}")
+    return lease
+
+
+def _text(reply: bytes) -> str:
+    return reply.decode(errors="backslashreplace")
+
+
+def _log_damage(job_id: str, why: str) -> None:
+    logger.error("job %s is failed for what Redis holds of it: %s", one_line(job_id), one_line(why))
+
+
+def _lease(token: str, reply: list[Any]) -> Lease:
     _, _, chunk, attempt, epoch, spec, payload, poison, spool = reply
     deaths: dict[str, Any] = json.loads(poison) if poison else {"deaths": 0, "rows": {}}
     lost = tuple(sorted(int(row) for row, num in deaths["rows"].items() if num >= LOST_ROW_DEATHS))

@@ -11,12 +11,12 @@ from typing import Any
 
 import redis
 
-from minisgl_batch.errors import JobNotFoundError
+from minisgl_batch.errors import DamagedJobError, JobNotFoundError
 from minisgl_jobs.keys import QueueKeys
 from minisgl_jobs.model import JobSpec, JobState
 from minisgl_jobs.scripts import Scripts, redis_errors
 from minisgl_jobs.spool import decode_spool
-from minisgl_jobs.status import decode_spec
+from minisgl_jobs.status import decode_spec, reading_record
 
 RETENTION_S = 7 * 86400.0
 
@@ -80,7 +80,16 @@ class Outbox:
         Raises:
             JobNotFoundError: there is no such job (any more).
             SchemaVersionError: another release wrote it.
+            DamagedJobError: its records are not ours; it is failed now.
         """
+        try:
+            with reading_record(self._keys.job(job_id)):
+                return self._load(job_id, epoch)
+        except DamagedJobError as error:
+            self._scripts.run("fail", self._keys.prefix, job_id, str(error))
+            raise
+
+    def _load(self, job_id: str, epoch: int) -> FinalisingJob | None:
         hash_, records, todo = self._scripts.run("finload", self._keys.prefix, job_id)
         fields: dict[bytes, bytes] = dict(zip(hash_[::2], hash_[1::2], strict=True))
         if not fields:

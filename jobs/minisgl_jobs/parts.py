@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from minisgl_batch.errors import DamagedJobError, OutputDeniedError, OutputError, UsageError
 from minisgl_jobs.model import SCHEMA_VERSION
 from minisgl_jobs.places import Place, RemotePath, list_names, make_folder, move, num_bytes, place, remove, write_whole
+from minisgl_jobs.roots import AllowedRoots
 
 PART_PATTERN = re.compile(r"part-(\d{6,})\.parquet")
 PENDING_PATTERN = re.compile(r"\.part-(\d+)-(\d+)\.(.+)")
@@ -87,12 +88,18 @@ def pending_name(chunk: int, epoch: int, token: str) -> str:
     return f".part-{epoch}-{chunk:06d}.{token}"
 
 
-def write_part(folder: Place, table: pa.Table, info: PartInfo, token: str) -> Place:
+def write_part(
+    folder: Place, table: pa.Table, info: PartInfo, token: str, *, roots: AllowedRoots | None = None
+) -> Place:
     """Write a part under its pending name; on return it is on disk. The folder is made if it isn't there.
 
     The counts of tokens and failed rows in `info` are taken from the table.
 
+    Args:
+        roots: what may be written, looked at once more when all is ready; by default everything.
+
     Raises:
+        OutputNotAllowedError: the folder leads out of the roots by now; nothing is written.
         OutputError: the disk is full, or the folder can't be written (OutputDeniedError: not from here); nothing is
             left behind.
         ValueError: `info.num_rows` isn't the table's; a defect of the caller.
@@ -108,17 +115,25 @@ def write_part(folder: Place, table: pa.Table, info: PartInfo, token: str) -> Pl
         make_folder(folder)
         sink = pa.BufferOutputStream()
         pq.write_table(described, sink, compression="zstd", use_dictionary=_LOW_CARDINALITY)
+        if roots is not None:
+            roots.check_writing(folder)
         write_whole(path, sink.getvalue())
     return path
 
 
-def commit_part(folder: Place, chunk: int, epoch: int, token: str) -> Place:
+def commit_part(folder: Place, chunk: int, epoch: int, token: str, *, roots: AllowedRoots | None = None) -> Place:
     """Give a part its final name, in place of one of an earlier epoch; done already is fine.
 
+    Args:
+        roots: as in `write_part`.
+
     Raises:
+        OutputNotAllowedError: the folder leads out of the roots by now.
         OutputError: there is no such part, or the folder can't be written.
     """
     pending, final = folder / pending_name(chunk, epoch, token), folder / part_name(chunk)
+    if roots is not None:
+        roots.check_writing(folder)
     with _writing(final, 0):
         try:
             move(pending, final)
@@ -232,16 +247,28 @@ def write_file(path: Place, content: bytes) -> None:
         write_whole(path, content, pending=pending)
 
 
-def output_place(output: str) -> Place:
+def output_place(output: str, roots: AllowedRoots | None = None) -> Place:
     """Where a job's output is.
+
+    Args:
+        roots: what may be written; by default everything. With some a local folder comes without symbolic links, so
+            that it doesn't matter where these lead later on.
 
     Raises:
         OutputDeniedError: nothing installed here reads or writes such a URL.
+        OutputNotAllowedError: it isn't under the roots. No store was made of such a URL.
     """
+    if roots is not None:
+        roots.check_writing(output)
     try:
-        return place(output)
+        folder = place(output)
     except UsageError as error:
         raise OutputDeniedError(str(error)) from None
+    if roots is None or not roots.is_confined or isinstance(folder, RemotePath):
+        return folder
+    folder = folder.resolve()
+    roots.check_writing(folder)
+    return folder
 
 
 def _parquet_source(path: Place) -> Any:

@@ -203,6 +203,10 @@ class JobQueue:
         if before != b"partial" and int(epoch_before) == epoch:
             raise JobStateError(f"job {job_id} can't be retried: it is {before.decode()}, not partial")
 
+    def fail(self, job_id: str, why: str) -> None:
+        """Take a job out of the queue whose records are damaged: it has ended then."""
+        self._scripts.run("fail", self.find(job_id).prefix, job_id, why)
+
     def purge(self, job_id: str) -> None:
         """Forget a job that has ended, before its keys expire by themselves. Its dataset stays.
 

@@ -65,6 +65,9 @@ class ChunkReader:
         if isinstance(found, ChunkReference):
             return self._read_reference(spec, chunk, found)
         rows, kept = (found.rows, decode_table(found.kept)) if isinstance(found, RowsAndColumns) else (found, None)
+        if [row.row_index for row in rows] != list(spec.chunk_range(chunk)):
+            reason = f"it holds {len(rows)} rows that are not those of chunk {chunk}"
+            return _failed(spec, chunk, RowError("damaged_payload", f"a chunk's payload is damaged: {reason}"))
         return ChunkRows(rows, chunk_sha256(rows, kept), _typed(kept, spec))
 
     def close(self) -> None:

@@ -22,7 +22,11 @@ SEPARATOR = ";"
 
 
 class AllowedRoots:
-    """The folders and URLs under which everything is allowed; without any, everything is."""
+    """The folders and URLs under which everything is allowed; without any, everything is.
+
+    Attributes:
+        is_confined: whether there are any.
+    """
 
     def __init__(self, roots: Sequence[str] = ()) -> None:
         """
@@ -32,7 +36,7 @@ class AllowedRoots:
         Raises:
             InvalidParameterError: one is neither.
         """
-        self._is_confined = bool(roots)
+        self.is_confined = bool(roots)
         self._folders: list[str] = []
         self._urls: list[str] = []
         for root in roots:
@@ -71,7 +75,7 @@ class AllowedRoots:
             )
 
     def _allows(self, path: Place | str) -> bool:
-        if not self._is_confined:
+        if not self.is_confined:
             return True
         if isinstance(path, str) and url_scheme(path) in ("", "file"):
             try:

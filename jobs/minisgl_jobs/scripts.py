@@ -18,6 +18,8 @@ from redis import exceptions
 from minisgl_batch.errors import DamagedJobError, RedisFullError, RedisUnavailableError
 from minisgl_jobs.keys import lua_names
 
+_DAMAGE = ("WRONGTYPE", "not an integer", "not a valid float", "bit offset", "attempt to", "bad argument", "Expected ")
+
 
 @cache
 def source(name: str) -> str:
@@ -40,6 +42,7 @@ class Scripts:
         Raises:
             RedisFullError: Redis has no room for what the script would add; nothing was changed.
             RedisUnavailableError: Redis stayed away; the step may or may not have happened, and may be repeated.
+            DamagedJobError: the records that it met are not ours.
         """
         script = self._registered.get(name)
         if script is None:
@@ -70,6 +73,6 @@ def redis_errors() -> Iterator[None]:
             raise RedisFullError(f"Redis takes no more data: {text}") from error
         if "READONLY" in text:
             raise RedisUnavailableError(f"Redis is away: {text}") from error
-        if "WRONGTYPE" in text:
+        if any(sign in text for sign in _DAMAGE):
             raise DamagedJobError(f"Redis holds what minisgl-batch didn't write: {text}") from error
         raise

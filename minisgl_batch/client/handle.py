@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pyarrow as pa
 import redis
@@ -12,7 +12,7 @@ import redis
 from minisgl_batch.client.progress import Progress, measure
 from minisgl_batch.client.show import JOB_COLUMNS, ProgressBar, html_table, job_row
 from minisgl_batch.client.watching import Watcher
-from minisgl_batch.errors import JobStateError, MiniSGLError, OutputError, UsageError
+from minisgl_batch.errors import DamagedJobError, JobStateError, MiniSGLError, OutputError, UsageError
 from minisgl_jobs.dataset import remove_dataset, reopen_dataset
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.job_results import JobResults
@@ -119,7 +119,8 @@ class JobHandle:
             JobStateError: it has ended otherwise, or all of its rows are done.
         """
         self._queue.cancel(self.id)
-        self.tend()
+        with suppress(DamagedJobError):  # it ends all the same; purge forgets it
+            self.tend()
 
     def retry(self) -> None:
         """Generate the error rows of a partial job again, into the same dataset; the other rows stay as they are.
@@ -150,7 +151,14 @@ class JobHandle:
             OutputError: the dataset isn't here or can't be removed, or the folder holds another one by now; nothing is
                 forgotten.
         """
-        status = self.status()
+        try:
+            status = self.status()
+        except DamagedJobError as error:
+            if output:
+                raise
+            self._queue.fail(self.id, str(error))
+            self._queue.purge(self.id)
+            return
         if not status.state.is_final:
             raise JobStateError(f"job {self.id} is {status.state.value}: cancel it before it is purged")
         folder = output_place(status.spec.output)

@@ -10,13 +10,20 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
-from minisgl_batch.errors import OutputError, OutputLostError, OutputTakenError, SchemaVersionError
+from minisgl_batch.errors import (
+    OutputError,
+    OutputLostError,
+    OutputNotAllowedError,
+    OutputTakenError,
+    SchemaVersionError,
+)
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.dataset import (
     MANIFEST,
@@ -38,6 +45,7 @@ from minisgl_jobs.owner import OWNER, claim_output, output_owner, read_owner, re
 from minisgl_jobs.parts import (
     PartInfo,
     commit_part,
+    output_place,
     part_name,
     pending_name,
     remove_leftovers,
@@ -45,6 +53,7 @@ from minisgl_jobs.parts import (
     write_part,
 )
 from minisgl_jobs.results import result_schema, results_to_table
+from minisgl_jobs.roots import AllowedRoots
 
 CHUNK_ROWS = 4
 
@@ -175,6 +184,38 @@ def test_commit_may_be_repeated_and_never_invents_a_part(tmp_path: Path) -> None
     for chunk, epoch in ((1, 0), (0, 1)):
         with pytest.raises(OutputError, match="has vanished"):
             commit_part(tmp_path, chunk, epoch, "t2")
+
+
+def test_a_folder_that_leads_out_of_the_roots_at_the_last_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, outside, folder = tmp_path / "in", tmp_path / "outside", tmp_path / "in" / "out"
+    folder.mkdir(parents=True)
+    outside.mkdir()
+    (outside / pending_name(0, 0, "t")).write_bytes(b"not ours")
+    before, roots = names(outside), AllowedRoots([str(inside)])
+    write_table = pq.write_table
+
+    def swap_and_write(*args: Any, **options: Any) -> None:
+        folder.rmdir()
+        folder.symlink_to(outside)
+        write_table(*args, **options)
+
+    monkeypatch.setattr(pq, "write_table", swap_and_write)
+    info = PartInfo(job_id="j", chunk=0, epoch=0, input_sha256="x", num_rows=CHUNK_ROWS)
+    with pytest.raises(OutputNotAllowedError, match="may not be written by this worker"):
+        write_part(folder, make_table(0), info, "new", roots=roots)
+    with pytest.raises(OutputNotAllowedError, match="may not be written by this worker"):
+        commit_part(folder, 0, 0, "t", roots=roots)
+    assert names(outside) == before
+
+
+def test_an_output_under_roots_is_where_its_links_led_when_it_was_checked(tmp_path: Path) -> None:
+    (tmp_path / "in" / "real").mkdir(parents=True)
+    link = tmp_path / "in" / "link"
+    link.symlink_to("real")
+    assert output_place(str(link), AllowedRoots([str(tmp_path / "in")])) == tmp_path.resolve() / "in" / "real"
+    assert output_place(str(link), AllowedRoots()) == output_place(str(link)) == link
 
 
 def test_retry_replaces_the_part_of_the_epoch_before(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from minisgl_batch.errors import JobNotFoundError, OutputError
+from minisgl_batch.errors import JobNotFoundError, OutputError, OutputNotAllowedError
 from minisgl_jobs.dataset import MANIFEST, SUCCESS, clear_dataset, read_dataset, read_manifest
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.keys import queue_name
@@ -146,6 +146,38 @@ def test_finalise_makes_no_store_of_a_url_outside_the_roots(
     assert finalise(outbox, job_id, 0, roots=AllowedRoots([str(tmp_path)])) is JobState.CANCELED
     assert "may not be written by this worker" in jobs.status(job_id).error
     assert not made
+
+
+def test_a_folder_that_leads_out_of_the_roots_by_now_gets_nothing(
+    client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First when finalise comes, then once it has read the parts."""
+    inside, outside = tmp_path / "in", tmp_path / "outside"
+    outside.mkdir()
+    writer, roots = Writer(client, inside), AllowedRoots([str(inside)])
+    writer.run(renames=False)
+
+    def swap() -> None:
+        writer.folder.rename(inside / "kept")
+        writer.folder.symlink_to(outside)
+
+    def scan_and_swap(folder: Path) -> list[Part]:
+        parts = scan_parts(folder)
+        swap()
+        return parts
+
+    def refused() -> bool:
+        with pytest.raises(OutputNotAllowedError):
+            finalise(writer.outbox, writer.spec.job_id, 0, roots=roots)
+        return list(outside.iterdir()) == [] and writer.state is JobState.FINALISING
+
+    swap()
+    assert refused()
+    assert "may not be written by this worker" in writer.jobs.status(writer.spec.job_id).error
+    writer.folder.unlink()
+    (inside / "kept").rename(writer.folder)
+    monkeypatch.setattr("minisgl_jobs.finalise.scan_parts", scan_and_swap)
+    assert refused()
 
 
 def test_finalise_may_be_repeated(writer: Writer) -> None:

@@ -16,6 +16,7 @@ from minisgl_jobs.leases import LEASE_S, ChunkQueue
 from minisgl_jobs.model import JobState, Row
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.tasks import task_queue
 from minisgl_workers.delivery import Delivery
@@ -28,7 +29,14 @@ class Group:
     """Attributes: ran: (row, sample) of all that was generated, in order."""
 
     def __init__(
-        self, client: redis.Redis, model: str, low_water: int = 1, *, name: str = "group-1", lease_s: float = LEASE_S
+        self,
+        client: redis.Redis,
+        model: str,
+        low_water: int = 1,
+        *,
+        name: str = "group-1",
+        lease_s: float = LEASE_S,
+        roots: AllowedRoots | None = None,
     ) -> None:
         self.client = client
         self.queue, kept = (ChunkQueue(client, model, name, lease_s=lease_s) for _ in range(2))
@@ -37,7 +45,7 @@ class Group:
         name = self.queue.keys.queue
         self.outbox = Outbox(client, name)
         tasks = task_queue(client, name)
-        self.delivery = Delivery(self.queue, self.keeper, self.outbox, tasks, low_water=low_water)
+        self.delivery = Delivery(self.queue, self.keeper, self.outbox, tasks, low_water=low_water, roots=roots)
         self.ran: list[tuple[int, int]] = []
 
     def tick(self) -> None:
@@ -124,8 +132,8 @@ class Group:
 
 
 @contextmanager
-def group(client: redis.Redis, model: str) -> Iterator[Group]:
-    made = Group(client, model)
+def group(client: redis.Redis, model: str, roots: AllowedRoots | None = None) -> Iterator[Group]:
+    made = Group(client, model, roots=roots)
     yield made
     made.delivery.hand_back()
 

@@ -56,7 +56,7 @@ def commit_without_rename(running: Group, work: ChunkWork, monkeypatch: pytest.M
 
     has_failed = threading.Event()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         has_failed.set()
         raise OutputError("as the test wishes")
 
@@ -146,6 +146,20 @@ def test_a_canceled_job_that_no_worker_serves_ends_at_once(api: Client, tmp_path
     assert manifest(tmp_path / "out")["state"] == "canceled"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {MANIFEST}
     api.submit(["a"], model=MODEL, output=tmp_path / "out", overwrite=True).cancel()
+
+
+def test_an_unserved_job_with_a_damaged_record_in_redis_ends(
+    api: Client, client: redis.Redis, running: Group, tmp_path: Path
+) -> None:
+    job = api.submit(["a"], model=MODEL, output=tmp_path / "out")
+    work = running.take()
+    running.run(work)
+    running.commit(work)
+    client.hset(QueueKeys(queue_name(MODEL)).job(job.id, "renames"), "0", "x/../../secret 0")
+    leave(client)
+    assert job.wait(10).state is JobState.FAILED
+    assert "record in Redis is damaged" in job.status().error
+    job.purge(output=True)
 
 
 def test_an_unserved_job_whose_folder_is_elsewhere_ends_without_one(api: Client, tmp_path: Path) -> None:

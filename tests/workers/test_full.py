@@ -164,9 +164,9 @@ def test_a_slow_disk_bounds_what_waits_in_memory(
 ) -> None:
     may_write = threading.Event()
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> Any:
         assert may_write.wait(60)
-        return write_part(*args)
+        return write_part(*args, **options)
 
     monkeypatch.setattr(part_writer, "write_part", slow)
     worker = Group(client, MODEL)

@@ -6,15 +6,13 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import fsspec
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -27,7 +25,6 @@ from minisgl_jobs.leases import Lease
 from minisgl_jobs.model import InputReference, JobSpec, JobState, Row
 from minisgl_jobs.places import place
 from minisgl_jobs.references import ChunkReader, ChunkRows
-from minisgl_jobs.roots import AllowedRoots
 from minisgl_workers import loading
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from minisgl_workers.loading import ChunkLoader
@@ -315,90 +312,3 @@ def test_output_by_a_file_url(redis_server: EmbeddedRedis, client: redis.Redis, 
         check(job, source)
         assert job.status().spec.output == str(tmp_path / "out put")
         assert (tmp_path / "out put" / "_SUCCESS").exists()
-
-
-# --- a shared worker's roots -----------------------------------------------------------------------------------------
-
-
-def confined(worker: Group, *roots: Path | str) -> None:
-    worker.delivery._loader = ChunkLoader(AllowedRoots([str(root) for root in roots]))
-
-
-@pytest.mark.parametrize(
-    ("place_in", "words"),
-    [
-        (lambda tmp: (tmp / "secret.parquet", tmp / "open" / "out"), "may not be read by this worker"),
-        (lambda tmp: (tmp / "open" / "link.parquet", tmp / "open" / "out"), "may not be read by this worker"),
-        (lambda tmp: (tmp / "open" / "in.parquet", tmp / "out"), "may not be written by this worker"),
-        (lambda tmp: (tmp / "open" / "in.parquet", tmp / "open" / "way" / "out"), "may not be written by this worker"),
-    ],
-)
-def test_paths_outside_the_roots_are_refused(
-    place_in: Callable[[Path], tuple[Path, Path]],
-    words: str,
-    redis_server: EmbeddedRedis,
-    client: redis.Redis,
-    source: Path,
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "open").mkdir()
-    os.link(source, tmp_path / "open" / "in.parquet")
-    source.rename(tmp_path / "secret.parquet")
-    (tmp_path / "open" / "link.parquet").symlink_to(tmp_path / "secret.parquet")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "open" / "way").symlink_to(tmp_path / "elsewhere")
-    path, output = place_in(tmp_path)
-    with group(client, MODEL) as worker:
-        confined(worker, tmp_path / "open")
-        job = submit(redis_server, path, output)
-
-        def blocked() -> str:
-            worker.tick()
-            return job.status().blocked
-
-        assert words in wait_for("the refusal", blocked)
-        assert job.status().rows_done == 0
-        job.cancel()
-        worker.end_jobs()
-        client.flushall()
-
-
-URLS_OUTSIDE = [
-    "ftp://127.0.0.1:1/x",
-    "memory://elsewhere/x",
-    "memory://bucket/in/../x",
-    "reference://x",
-    "zip://x::file:///etc/hostname",
-    "simplecache::memory://bucket/in",
-]
-
-
-@pytest.mark.parametrize("url", URLS_OUTSIDE)
-@pytest.mark.parametrize("what", ["input", "output"])
-def test_no_store_is_made_of_a_url_outside_the_roots(
-    url: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some connect to a host or open a file as soon as they are made."""
-    made: list[str] = []
-    monkeypatch.setattr("minisgl_jobs.places.open_store", made.append)
-    lease = _lease(tmp_path)
-    if what == "input":
-        spec = msgspec.structs.replace(lease.spec, reference=InputReference(url))
-    else:
-        spec = msgspec.structs.replace(lease.spec, output=url)
-    loader = ChunkLoader(AllowedRoots([str(tmp_path), "memory://bucket/in"]))
-    loader.start(replace(lease, spec=spec))
-    ((_, reason),) = wait_for("the refusal", lambda: loader.loaded()[1])
-    loader.close()
-    assert f"may not be {'read' if what == 'input' else 'written'} by this worker" in reason
-    assert not made
-
-
-def test_paths_under_the_roots_are_served(
-    redis_server: EmbeddedRedis, client: redis.Redis, source: Path, tmp_path: Path
-) -> None:
-    with group(client, MODEL) as worker:
-        confined(worker, tmp_path)
-        job = submit(redis_server, source, tmp_path / "out")
-        run_all(worker, job)
-        check(job, source)

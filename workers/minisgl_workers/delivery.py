@@ -18,6 +18,7 @@ from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.leases import ChunkQueue, Commit, Lease, Renewal
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.places import Place
+from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.scripts import redis_errors
 from minisgl_jobs.spool import encode_result
 from minisgl_jobs.status import WorkerInfo
@@ -59,13 +60,13 @@ class Delivery:
         tasks: TaskQueue,
         *,
         low_water: int,
-        loader: ChunkLoader | None = None,
+        roots: AllowedRoots | None = None,
     ) -> None:
         """
         Args:
             keeper: renews the leases.
             low_water: take chunks while fewer samples than this are unfinished; half of them are taken ahead.
-            loader: reads the chunks' rows; by default from wherever a job says.
+            roots: what inputs and outputs may be used; by default all.
         """
         self._queue = queue
         self._keeper = keeper
@@ -73,12 +74,13 @@ class Delivery:
         self._tasks = tasks
         self._held = HeldJobs(tasks.connection, outbox.queue)
         self._low_water = low_water
-        self._loader = loader or ChunkLoader()
-        self._writer = PartWriter()
-        self._renamer = PartRenamer()
+        self._loader = ChunkLoader(roots)
+        self._writer = PartWriter(roots)
+        self._renamer = PartRenamer(roots)
         self._written: list[tuple[ChunkWork, Place]] = []  # on disk, to be committed
         self._unconfirmed: list[Lease] = []  # renames that Redis wasn't told of
         self._unusable: list[tuple[Lease, str]] = []  # chunks that can't be read or written here, and why
+        self._damaged: list[tuple[Lease, str]] = []  # chunks whose records nobody can use
         self.works: list[ChunkWork] = []
         self.stopped: list[ChunkWork] = []
         self.spooled: list[tuple[ChunkWork, tuple[int, int]]] = []
@@ -274,8 +276,13 @@ class Delivery:
         if work.is_stopped:
             self._renamer.discard(pending)
             return
-        rows_ok, rows_error = work.count_rows()
-        if self._queue.complete(lease, rows_ok=rows_ok, rows_error=rows_error) is Commit.STALE:
+        try:
+            rows_ok, rows_error = work.count_rows()
+            commit = self._queue.complete(lease, rows_ok=rows_ok, rows_error=rows_error)
+        except ValueError as error:  # spooled results of other rows, or counts that were changed
+            self._queue.fail(work.job_id, str(error))
+            commit = Commit.STALE
+        if commit is Commit.STALE:
             self._renamer.discard(pending)
             self._drop(work)
             return
@@ -313,9 +320,15 @@ class Delivery:
 
     def _begin_loaded(self) -> None:
         """Chunks whose rows have been read may run; those that can't be read here go back."""
-        works, unread = self._loader.loaded()
+        works, unread, damaged = self._loader.loaded()
         self.works += works
         self._unusable += unread
+        self._damaged += damaged
+        while self._damaged:
+            lease, reason = self._damaged[0]
+            self._queue.fail(lease.spec.job_id, reason)
+            self._keeper.remove(lease)
+            del self._damaged[0]
         self._end_lost()
         while self._unusable:
             lease, reason = self._unusable[0]
@@ -332,7 +345,7 @@ class Delivery:
         self._writer.lost.clear()
         while self._loader.lost:
             lease, reason = self._loader.lost[0]
-            self._queue.fail(lease, reason)
+            self._queue.give_up(lease, reason)
             self._keeper.remove(lease)
             self._due["tasks"] = 0.0
             del self._loader.lost[0]  # only now: when Redis is away it is tried again

@@ -41,7 +41,6 @@ from minisgl_jobs.tasks import task_queue
 from minisgl_workers.delivery import Delivery
 from minisgl_workers.lease_keeper import LeaseKeeper
 from minisgl_workers.links import FrontendSide
-from minisgl_workers.loading import ChunkLoader
 from minisgl_workers.options import FrontendConfig
 from minisgl_workers.publishing import Publishing, RunningSample
 from minisgl_workers.reconnect import connect_patiently
@@ -277,7 +276,7 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
         Outbox(client, name),
         task_queue(client, name),
         low_water=2 * ready.max_running,
-        loader=ChunkLoader(AllowedRoots(options.allow_roots)),
+        roots=AllowedRoots(options.allow_roots),
     )
     info = WorkerInfo(
         worker_id=config.worker_id,

@@ -102,8 +102,7 @@ class _Reader:
 
     def _load(self, lease: Lease) -> ChunkWork:
         """In the thread: a chunk with its rows, and with those results that are on disk already."""
-        self._roots.check_writing(lease.spec.output)
-        folder = output_place(lease.spec.output)
+        folder = output_place(lease.spec.output, self._roots)
         check_dataset(folder, lease.spec.job_id)
         work = ChunkWork(lease, self._chunks.read(lease.spec, lease.chunk, lease.payload))
         if lease.epoch > 0 or _is_on_disk(folder, lease):
@@ -165,9 +164,9 @@ class ChunkLoader:
             loading[2].cancel()
         return loading is not None
 
-    def loaded(self) -> tuple[list[ChunkWork], list[tuple[Lease, str]]]:
-        """What has been read since the last time, and what couldn't be, with the reason."""
-        works, unread = [], []
+    def loaded(self) -> tuple[list[ChunkWork], list[tuple[Lease, str]], list[tuple[Lease, str]]]:
+        """What has been read since the last time, what couldn't be, and what nobody can, with the reasons."""
+        works, unread, damaged = [], [], []
         for token, (lease, _, future) in list(self._loading.items()):
             if not future.done():
                 continue
@@ -178,12 +177,15 @@ class ChunkLoader:
                 self._limits.pop(lease.spec.job_id, None)
             except OutputLostError as error:
                 self.lost.append((lease, str(error)))
-            except (InputUnreachableError, OutputError) as error:
+            except (InputUnreachableError, OutputError, OSError, MemoryError) as error:
                 unread.append((lease, self.avoid(lease, str(error))))
+            except Exception as error:  # one job's records must not end the group, whatever is wrong with them
+                logger.debug("chunk %d of job %s", lease.chunk, lease.spec.job_id, exc_info=True)
+                damaged.append((lease, f"chunk {lease.chunk}: {type(error).__name__}: {error}"))
         for reader in list(self._readers):
             if reader.busy_s > self._limits.get(reader.job_id, self._limit_s):
                 unread += self._give_up(reader)
-        return works, unread
+        return works, unread, damaged
 
     def wait(self, timeout_s: float) -> None:
         """Until something has been read."""

@@ -9,13 +9,14 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from minisgl_batch.errors import OutputDeniedError, OutputError, OutputLostError
+from minisgl_batch.errors import OutputDeniedError, OutputError, OutputLostError, OutputNotAllowedError
 from minisgl_jobs.dataset import check_dataset
 from minisgl_jobs.kept import add_columns
 from minisgl_jobs.leases import Lease
 from minisgl_jobs.parts import PartInfo, commit_part, output_place, remove_file, write_part
 from minisgl_jobs.places import Place
 from minisgl_jobs.results import results_to_table
+from minisgl_jobs.roots import AllowedRoots
 from minisgl_workers.work import ChunkWork
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,12 @@ class PartWriter:
         trouble: why the first of those that wait couldn't be written; "" when none waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, roots: AllowedRoots | None = None) -> None:
+        """
+        Args:
+            roots: what may be written, looked at before each part; by default everything.
+        """
+        self._roots = roots or AllowedRoots()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parquet")
         self._writing: dict[ChunkWork, Future[Place]] = {}
         self._refused: list[ChunkWork] = []
@@ -66,7 +72,7 @@ class PartWriter:
                 self._refused.append(work)
             if work is not self._refused[0] or time.monotonic() < self._retry_at:
                 return
-        self._writing[work] = self._thread.submit(_write, work)
+        self._writing[work] = self._thread.submit(_write, work, self._roots)
 
     def written(self) -> list[tuple[ChunkWork, Place]]:
         """Chunks that are on disk under their pending names since the last call; each comes once."""
@@ -80,7 +86,7 @@ class PartWriter:
             except OutputLostError as error:
                 self.drop(work)
                 self.lost.append((work, str(error)))
-            except OutputDeniedError as error:
+            except (OutputDeniedError, OutputNotAllowedError) as error:
                 self.drop(work)
                 self.denied.append((work, str(error)))
             except OutputError as error:
@@ -124,13 +130,18 @@ class PartRenamer:
     What can't be done here, finalise does. An object store takes its time, which must not be the frontend's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, roots: AllowedRoots | None = None) -> None:
+        """
+        Args:
+            roots: as `PartWriter`'s.
+        """
+        self._roots = roots or AllowedRoots()
         self._threads = ThreadPoolExecutor(max_workers=RENAME_THREADS, thread_name_prefix="rename")
         self._renaming: list[tuple[Lease, Future[None]]] = []
 
     def rename(self, lease: Lease) -> None:
         """Give the part of a committed chunk its name."""
-        self._renaming.append((lease, self._threads.submit(_rename, lease)))
+        self._renaming.append((lease, self._threads.submit(_rename, lease, self._roots)))
 
     def discard(self, pending: Place) -> None:
         """Remove a part that won't be committed."""
@@ -148,10 +159,10 @@ class PartRenamer:
         self._threads.shutdown(wait=False)
 
 
-def _rename(lease: Lease) -> None:
-    folder = output_place(lease.spec.output)
+def _rename(lease: Lease, roots: AllowedRoots) -> None:
+    folder = output_place(lease.spec.output, roots)
     check_dataset(folder, lease.spec.job_id)
-    commit_part(folder, lease.chunk, lease.epoch, lease.token)
+    commit_part(folder, lease.chunk, lease.epoch, lease.token, roots=roots)
 
 
 def _succeeded(renaming: Future[None]) -> bool:
@@ -170,10 +181,10 @@ def _discard(pending: Place) -> None:
         logger.warning("finalise will remove this: %s", error)
 
 
-def _write(work: ChunkWork) -> Place:
+def _write(work: ChunkWork, roots: AllowedRoots) -> Place:
     """In the writer's thread: the part of a complete chunk, under its pending name."""
     lease = work.lease
-    folder = output_place(lease.spec.output)
+    folder = output_place(lease.spec.output, roots)
     check_dataset(folder, work.job_id)
     results = results_to_table(work.results.values(), token_ids=lease.spec.token_ids)
     table = add_columns(results, work.kept, lease.rows.start, lease.spec.kept)
@@ -184,4 +195,4 @@ def _write(work: ChunkWork) -> Place:
         input_sha256=work.input_sha256,
         num_rows=table.num_rows,
     )
-    return write_part(folder, table, info, lease.token)
+    return write_part(folder, table, info, lease.token, roots=roots)

@@ -5,7 +5,8 @@
 -- ARGV[1]  lease_ms
 -- ARGV[2]  ttl_ms    for ended jobs that have no end of their own
 --
--- Returns the number of chunks and jobs that were found again.
+-- Returns {the number of chunks and jobs that were found again, then job and reason of each that is failed now, since
+-- its records are damaged}.
 
 local lease_ms, ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 local num_found = 0
@@ -47,8 +48,7 @@ local function restore_turn(job)
   end
 end
 
-write_when_full()
-for _, job in ipairs(redis.call('ZRANGE', key.jobs, 0, -1)) do
+local function repair(job)
   local state = redis.call('HGET', job_key(job), 'state')
   if state == 'submitting' or is_final[state] then
     if redis.call('PTTL', job_key(job)) == -1 then
@@ -69,6 +69,17 @@ for _, job in ipairs(redis.call('ZRANGE', key.jobs, 0, -1)) do
     end
   end
 end
+
+write_when_full()
+local reply = {0}
+for _, job in ipairs(redis.call('ZRANGE', key.jobs, 0, -1)) do
+  local _, damage = guarded(repair, job)
+  if damage then
+    fail_damaged(job, damage)
+    table.insert(reply, job)
+    table.insert(reply, damage)
+  end
+end
 expire_jobs_if_idle(ttl_ms)
 if redis.call('PTTL', key.bell) == -1 then
   redis.call('PEXPIRE', key.bell, BELL_TTL_MS)
@@ -76,4 +87,5 @@ end
 if num_found > 0 then
   ring_bell()
 end
-return num_found
+reply[1] = num_found
+return reply

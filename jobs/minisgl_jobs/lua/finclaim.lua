@@ -13,10 +13,12 @@ while true do
   if not job then
     return false
   end
-  local fields = redis.call('HMGET', job_key(job), 'state', 'epoch')
-  if fields[1] == 'finalising' then
+  local fields, damage = guarded(redis.call, 'HMGET', job_key(job), 'state', 'epoch')
+  if damage or (fields[1] == 'finalising' and not string.match(fields[2] or '', '^%d+$')) then
+    fail_damaged(job, damage or 'its epoch is no number')
+  elseif fields[1] == 'finalising' then
     redis.call('ZADD', key.fin, now_ms + ttl_ms, job)
     return {job, fields[2]}
   end
-  redis.call('ZREM', key.fin, job)
+  redis.call('ZREM', key.fin, job) -- a damaged one is failed
 end

@@ -13,8 +13,10 @@ while true do
   if not job then
     return false
   end
-  local fields = redis.call('HMGET', job_key(job), 'state', 'held')
-  if fields[1] == 'queued' and fields[2] then
+  local fields, damage = guarded(redis.call, 'HMGET', job_key(job), 'state', 'held')
+  if damage then
+    fail_damaged(job, damage)
+  elseif fields[1] == 'queued' and fields[2] then
     redis.call('ZADD', key.held, now_ms + ttl_ms, job)
     return job
   end

@@ -141,11 +141,61 @@ local function expire(job, ttl_ms)
   redis.call('PEXPIRE', job_key(job), ttl_ms)
 end
 
+-- Redis holds what anybody has put there. A step on one job's records that meets another type or no number says so in
+-- its second answer; every other error goes on.
+local DAMAGE = {
+  'WRONGTYPE', 'not an integer', 'not a valid float', 'bit offset', 'attempt to', 'bad argument', 'Expected ',
+}
+local function guarded(step, ...)
+  local went_well, answer = pcall(step, ...)
+  if went_well then
+    return answer
+  end
+  local why = type(answer) == 'table' and answer.err or tostring(answer)
+  for _, sign in ipairs(DAMAGE) do
+    if string.find(why, sign, 1, true) then
+      return nil, why
+    end
+  end
+  error(answer, 0)
+end
+
+-- Takes a job with damaged records out of the queue, as failed where that can be written. All of its keys end by
+-- themselves.
+local DAMAGED_TTL_MS = 7 * 86400000
+local function fail_damaged(job, why)
+  for _, priority in ipairs({'high', 'normal', 'low'}) do
+    redis.call('ZREM', ring_key(priority), job)
+  end
+  redis.call('ZREM', key.held, job)
+  redis.call('ZREM', key.fin, job)
+  for _, member in ipairs(redis.call('ZRANGE', key.lease, 0, -1)) do
+    if string.sub(member, 1, #job + 1) == job .. '|' then
+      redis.call('ZREM', key.lease, member)
+      redis.call('PEXPIRE', spool_key(job, string.sub(member, #job + 2)), DAMAGED_TTL_MS)
+    end
+  end
+  local todo = redis.pcall('LRANGE', job_key(job, 'todo'), 0, -1)
+  for _, chunk in ipairs(todo) do -- none in an error
+    redis.call('PEXPIRE', spool_key(job, chunk), DAMAGED_TTL_MS)
+  end
+  redis.call('UNLINK', job_key(job, 'live'))
+  local state = redis.pcall('HGET', job_key(job), 'state')
+  if type(state) == 'table' then
+    redis.call('ZREM', key.jobs, job)
+  elseif state and not is_final[state] then
+    redis.call('HSET', job_key(job), 'error', why, 'finished_at', now_ms)
+    set_state(job, 'failed')
+  end
+  expire(job, DAMAGED_TTL_MS)
+  expire_jobs_if_idle(DAMAGED_TTL_MS)
+end
+
 -- After an outage every lease looks expired. When no worker was seen for longer than renewals are apart, those that
 -- live get some time to renew before anybody takes over. `grace` outlives its own end by a lease, so that one silence
 -- can't start it twice.
 local function note_activity(lease_ms)
-  local seen = tonumber(redis.call('GET', key.tick) or 0)
+  local seen = tonumber(redis.pcall('GET', key.tick)) or 0
   if now_ms - seen > lease_ms / 2 and redis.call('ZCARD', key.lease) > 0 and redis.call('EXISTS', key.grace) == 0 then
     local grace_ms = math.min(MAX_GRACE_MS, lease_ms)
     redis.call('SET', key.grace, now_ms + grace_ms, 'PX', grace_ms + lease_ms)

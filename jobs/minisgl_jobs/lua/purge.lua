@@ -8,7 +8,11 @@
 local job = ARGV[1]
 
 write_when_full()
-local state = redis.call('HGET', job_key(job), 'state')
+local state = redis.pcall('HGET', job_key(job), 'state')
+if type(state) == 'table' then -- it isn't a job's record
+  fail_damaged(job, '')
+  state = 'failed'
+end
 if state and is_final[state] then
   for _, part in ipairs(job_parts) do
     redis.call('UNLINK', job_key(job, part))

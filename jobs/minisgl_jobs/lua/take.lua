@@ -9,6 +9,7 @@
 -- ARGV[6...]         jobs that this worker can't do at the moment
 --
 -- Returns {'none', ms until the next lease ends, or -1}
+-- or {'damaged', job, why}: the job is failed now, and there may be others
 -- or {'lease', job, chunk, attempt, epoch, spec, payload, poison, spool as fields and values}.
 
 local token, worker, lease_ms, schema, engine = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
@@ -39,13 +40,29 @@ local function grant(job, chunk)
   return describe(job, chunk, attempt)
 end
 
+-- What a step on a job answers, or that its records are damaged.
+local function step_on(job, step, ...)
+  local answer, damage = guarded(step, job, ...)
+  if damage then
+    fail_damaged(job, damage)
+    return {'damaged', job, damage}
+  end
+  return answer
+end
+
+local function describe_held(job, chunk)
+  if holds(job, chunk, token) then
+    local _, attempt = holder(job, chunk)
+    return describe(job, chunk, attempt)
+  end
+end
+
 local function taken_before()
   local last = redis.call('GET', take_key(worker))
   if last then
     local last_token, job, chunk = string.match(last, '^(%S+) (%S+) (%S+)$')
-    if last_token == token and holds(job, chunk, token) then
-      local _, attempt = holder(job, chunk)
-      return describe(job, chunk, attempt)
+    if last_token == token then
+      return step_on(job, describe_held, chunk)
     end
   end
 end
@@ -65,26 +82,38 @@ local function count_death(job, chunk)
   redis.call('HINCRBY', job_key(job), 'deaths', 1)
 end
 
+local function take_over_chunk(job, chunk, paused)
+  local fields = redis.call('HMGET', job_key(job), 'state', 'schema')
+  if not holder(job, chunk) then
+    redis.call('ZREM', key.lease, job .. '|' .. chunk)
+  elseif is_done(job, chunk) then -- the second half of its completion was lost
+    redis.call('UNLINK', spool_key(job, chunk))
+    redis.call('HDEL', job_key(job, 'poison'), chunk)
+    end_lease(job, chunk)
+    finalise_when_over(job)
+  elseif fields[1] == 'canceling' then
+    drop_canceled(job, chunk)
+  elseif fields[1] == 'running' and fields[2] == schema and not paused and not avoid[job] then
+    count_death(job, chunk)
+    return grant(job, chunk)
+  end
+end
+
 local function take_over(paused)
-  if tonumber(redis.call('GET', key.grace) or 0) > now_ms then
+  if (tonumber(redis.pcall('GET', key.grace)) or 0) > now_ms then
     return nil
   end
   local expired = redis.call('ZRANGEBYSCORE', key.lease, '-inf', now_ms, 'LIMIT', 0, MAX_LOOKS)
   for _, member in ipairs(expired) do
     local job, chunk = string.match(member, '^(.*)|(%d+)$')
-    local fields = redis.call('HMGET', job_key(job), 'state', 'schema')
-    if not holder(job, chunk) then
+    local taken = nil
+    if job then
+      taken = step_on(job, take_over_chunk, chunk, paused)
+    else
       redis.call('ZREM', key.lease, member)
-    elseif is_done(job, chunk) then -- the second half of its completion was lost
-      redis.call('UNLINK', spool_key(job, chunk))
-      redis.call('HDEL', job_key(job, 'poison'), chunk)
-      end_lease(job, chunk)
-      finalise_when_over(job)
-    elseif fields[1] == 'canceling' then
-      drop_canceled(job, chunk)
-    elseif fields[1] == 'running' and fields[2] == schema and not paused and not avoid[job] then
-      count_death(job, chunk)
-      return grant(job, chunk)
+    end
+    if taken then
+      return taken
     end
   end
 end
@@ -140,7 +169,7 @@ local function choose(job, next_, num_chunks)
 end
 
 -- Hands out the job's next chunk and moves the job in its ring, or out of it; nil when it has none for this worker.
-local function take_from(priority, job, is_new)
+local function take_from(job, priority, is_new)
   local fields = redis.call('HMGET', job_key(job), 'state', 'schema', 'next', 'num_chunks')
   local state, num_chunks = fields[1], tonumber(fields[4])
   if state ~= 'queued' and state ~= 'running' then
@@ -182,7 +211,7 @@ local function take_new()
       if not job then
         break
       end
-      local taken = take_from(priority, job, is_new)
+      local taken = step_on(job, take_from, priority, is_new)
       if taken then
         return taken
       end
