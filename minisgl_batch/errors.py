@@ -160,6 +160,10 @@ class OutputTakenError(OutputError, UsageError):
     """Raised when a new job can't have a folder for its output: it holds other data."""
 
 
+class OutputLostError(OutputError):
+    """Raised when a job's output folder is another job's by now, so that nothing of its own may be there."""
+
+
 class OutputNotAllowedError(OutputError):
     """Raised when a worker may not write where a job wants its dataset; another worker may."""
 

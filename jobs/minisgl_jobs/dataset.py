@@ -15,9 +15,10 @@ import msgspec
 import pyarrow as pa
 
 from minisgl_batch._version import __version__
-from minisgl_batch.errors import OutputError, OutputTakenError
+from minisgl_batch.errors import OutputError, OutputLostError, OutputTakenError, SchemaVersionError
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, check_schema_version
+from minisgl_jobs.owner import ASIDE, OWNER, claim_output, output_owner, release_output
 from minisgl_jobs.parts import (
     PART_PATTERN,
     PENDING_PATTERN,
@@ -31,12 +32,11 @@ from minisgl_jobs.parts import (
     remove_file,
     write_file,
 )
-from minisgl_jobs.places import Place, RemotePath, create, make_folder
+from minisgl_jobs.places import Place, RemotePath
 from minisgl_jobs.results import result_schema
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
-OWNER = "_JOB"  # holds the id of the job that writes here
 
 
 class ManifestPart(msgspec.Struct, frozen=True):
@@ -202,7 +202,7 @@ def read_manifest(folder: Place) -> Manifest | None:
         content = path.read_bytes()
         check_schema_version(msgspec.json.decode(content, type=_Versioned).schema_version, str(path))
         return msgspec.json.decode(content, type=Manifest)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.DecodeError) as error:
         raise OutputError(f"{path} can't be read: {error}") from error
@@ -231,11 +231,14 @@ def check_dataset(folder: Place, job_id: str) -> None:
     """Make sure that a folder's dataset isn't another job's, which has overwritten it.
 
     Raises:
-        OutputError: it is; or as `dataset_job`.
+        OutputLostError: it is. OutputError: as `dataset_job`.
     """
-    found = dataset_job(folder)
+    try:
+        found = dataset_job(folder)
+    except SchemaVersionError as error:
+        raise OutputLostError(f"{folder} doesn't hold the dataset of job {job_id}: {error}") from error
     if found not in ("", job_id):
-        raise OutputError(f"{folder} holds the dataset of job {found} by now, not that of job {job_id}")
+        raise OutputLostError(f"{folder} holds the dataset of job {found} by now, not that of job {job_id}")
 
 
 def read_batches(folder: Place, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
@@ -293,77 +296,17 @@ def check_output(folder: Place, *, job_id: str = "", overwrite: bool = False) ->
         raise OutputError(f"{folder} can't be written: {existing} is not a folder that you may write to")
 
 
-def claim_output(folder: Place, job_id: str, spec: JobSpec | None = None) -> None:
-    """Make a folder the output of one job until it has ended: two would overwrite each other's parts.
-
-    Args:
-        spec: the job, for `read_owner`, as long as there is no manifest that tells it.
-
-    Raises:
-        OutputError: another job has it, or it can't be written.
-    """
-    try:
-        make_folder(folder)
-        record = b"" if spec is None else b"\n" + msgspec.json.encode(spec) + b"\n"
-        create(folder / OWNER, job_id.encode() + record)
-    except FileExistsError:
-        if (owner := output_owner(folder)) != job_id:
-            raise OutputTakenError(f"{folder} holds the output of job {owner}, which hasn't ended") from None
-    except OSError as error:
-        raise OutputError(f"{folder} can't be written: {error.strerror}") from error
-
-
-def output_owner(folder: Place) -> str:
-    """The job whose output this is until it has ended, "" for none.
-
-    Raises:
-        OutputError: the folder can't be read.
-    """
-    try:
-        return (folder / OWNER).read_bytes().partition(b"\n")[0].decode()
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except OSError as error:
-        raise OutputError(f"{folder / OWNER} can't be read: {error.strerror}") from error
-
-
-def read_owner(folder: Place) -> JobSpec | None:
-    """The job whose output this is until it has ended; None for none, or where that isn't told.
-
-    Raises:
-        OutputError: the folder can't be read.
-        SchemaVersionError: another release wrote it.
-    """
-    path = folder / OWNER
-    try:
-        record = path.read_bytes().partition(b"\n")[2]
-        if not record:
-            return None
-        check_schema_version(msgspec.json.decode(record, type=_Versioned).schema_version, str(path))
-        return msgspec.json.decode(record, type=JobSpec)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise OutputError(f"{path} can't be read: {error}") from error
-
-
-def release_output(folder: Place, job_id: str) -> None:
-    """Undo `claim_output`; a folder that another job has stays as it is.
-
-    Raises:
-        OutputError: the folder can't be written.
-    """
-    if output_owner(folder) == job_id:
-        remove_file(folder / OWNER)
-
-
-def clear_dataset(folder: Place) -> None:
+def clear_dataset(folder: Place, *, keep: str = "") -> None:
     """Remove a dataset's files; other files stay. `_SUCCESS` and the manifest go first, so no half looks whole.
 
+    Args:
+        keep: a file that stays, too: OWNER, where a job clears its folder for itself.
+
     Raises:
         OutputError: the folder can't be written.
     """
-    ours = sorted((name for name in list_folder(folder) if _is_ours(name)), key=lambda n: (n != SUCCESS, n != MANIFEST))
+    found = (name for name in list_folder(folder) if _is_ours(name) and name != keep)
+    ours = sorted(found, key=lambda name: (name != SUCCESS, name != MANIFEST))
     for path in (folder / name for name in ours):
         if not is_folder(path):
             remove_file(path)
@@ -384,7 +327,7 @@ def remove_dataset(folder: Place, job_id: str) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    unfinished = name.startswith((f".{MANIFEST}.", f".{SUCCESS}."))
+    unfinished = name.startswith((f".{MANIFEST}.", f".{SUCCESS}.", ASIDE))
     is_part = any(pattern.fullmatch(name) for pattern in (PART_PATTERN, PENDING_PATTERN))
     return unfinished or is_part or name in (MANIFEST, SUCCESS, OWNER)
 

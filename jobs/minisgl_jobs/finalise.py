@@ -16,9 +16,10 @@ from minisgl_batch.errors import (
     InputUnreachableError,
     OutputDeniedError,
     OutputError,
+    OutputLostError,
     OutputNotAllowedError,
 )
-from minisgl_jobs.dataset import Manifest, finish_dataset, make_manifest, missing_chunks
+from minisgl_jobs.dataset import Manifest, check_dataset, finish_dataset, make_manifest, missing_chunks
 from minisgl_jobs.kept import add_columns, columns_of
 from minisgl_jobs.model import JobState
 from minisgl_jobs.outbox import FinalisingJob, Outbox
@@ -65,6 +66,7 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
     try:
         folder = output_place(job.spec.output, roots)
         _make_folder(folder)
+        check_dataset(folder, job_id)
         damage = _rename_committed(job, folder, roots)
         if job.is_canceled:
             _write_left_over(outbox, job, folder, roots)
@@ -72,8 +74,13 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
         if outbox.load(job_id, epoch) is None:
             return None  # somebody else was faster: what is in the folder may be a retry's or another job's by now
         roots.check_writing(folder)
+        check_dataset(folder, job_id)
         finish_dataset(folder, manifest)
         remove_leftovers(folder, epoch)
+    except OutputLostError as error:
+        outbox.finish(job_id, epoch, JobState.FAILED, error=str(error))
+        logger.error("job %s is failed: %s", job_id, error)
+        return JobState.FAILED
     except OutputError as error:
         if isinstance(error, (OutputDeniedError, OutputNotAllowedError)) and _left_nothing(outbox, job):
             outbox.finish(job_id, epoch, JobState.CANCELED, error=f"canceled, without a dataset: {error}")

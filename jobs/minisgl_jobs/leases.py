@@ -251,6 +251,11 @@ class ChunkQueue:
         for lease in leases:
             self._run_lease("handback", lease, f"{self.worker_id} can't take it: {reason}" if reason else "")
 
+    def give_up(self, lease: Lease, reason: str) -> None:
+        """Give a chunk back and end its job, which can't go on anywhere."""
+        self._run("cancel", lease.spec.job_id, reason)
+        self._run_lease("handback", lease, "")
+
     def heartbeat(self, info: WorkerInfo, ttl_s: float = LEASE_S) -> None:
         """Register this group, or go on being registered."""
         self._run("heartbeat", info.worker_id, int(ttl_s * 1000), msgspec.msgpack.encode(info))

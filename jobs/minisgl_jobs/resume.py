@@ -17,9 +17,10 @@ import pyarrow as pa
 
 from minisgl_batch.errors import OutputError, OutputTakenError
 from minisgl_batch.sampling_params import SamplingParams
-from minisgl_jobs.dataset import Manifest, read_manifest, read_owner
+from minisgl_jobs.dataset import Manifest, read_manifest
 from minisgl_jobs.kept import kept_schema
 from minisgl_jobs.model import JobSpec
+from minisgl_jobs.owner import read_owner
 from minisgl_jobs.parts import PartInfo, part_names, read_part
 from minisgl_jobs.places import Place
 

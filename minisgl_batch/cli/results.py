@@ -19,9 +19,10 @@ from minisgl_batch.cli.service import open_client
 from minisgl_batch.client import JobHandle
 from minisgl_batch.errors import InvalidParameterError, JobStateError, OutputError, UsageError
 from minisgl_batch.words import count
-from minisgl_jobs.dataset import dataset_job, read_batches, read_manifest, read_owner
+from minisgl_jobs.dataset import dataset_job, read_batches, read_manifest
 from minisgl_jobs.export import EXPORT_FORMATS, ExportFormat, export_rows
 from minisgl_jobs.model import JobState
+from minisgl_jobs.owner import read_owner
 from minisgl_jobs.parts import part_names
 from minisgl_jobs.places import Place, place
 from minisgl_jobs.stores import url_scheme

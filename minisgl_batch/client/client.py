@@ -34,11 +34,12 @@ from minisgl_batch.errors import (
 )
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
-from minisgl_jobs.dataset import claim_output, clear_dataset, output_owner, release_output, reopen_resumed
+from minisgl_jobs.dataset import check_dataset, clear_dataset, reopen_resumed
 from minisgl_jobs.faults import MAX_SHOWN
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, JobState, Priority
+from minisgl_jobs.owner import OWNER, claim_output, output_owner, release_output, take_output
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.places import Place
 from minisgl_jobs.queue import LOOK_S, JobQueue
@@ -187,13 +188,16 @@ class Client:
             return JobHandle(self._redis, self._queue, spec.job_id)
         if self._queue.create(spec, epoch=resumption.epoch if resumption is not None else 0):
             try:
+                if submission.overwrite:
+                    self._take_output(folder, spec.job_id)
                 if resumption is not None:
                     self._queue.adopt(spec, resumption.done)
                 payloads = submission.payloads()
                 while batch := dict(islice(payloads, _CHUNKS_PER_APPEND)):
                     self._queue.append(spec, batch)
                 if submission.overwrite:
-                    clear_dataset(folder)
+                    check_dataset(folder, spec.job_id)
+                    clear_dataset(folder, keep=OWNER)
                 claim_output(folder, spec.job_id, spec)
                 if resumption is not None and len(resumption.done) < spec.num_chunks:
                     reopen_resumed(folder)
@@ -259,15 +263,23 @@ class Client:
             # The job is queued, and workers look at held jobs by themselves.
             logger.warning("job %s may start up to %d s late: %s", spec.job_id, LOOK_S, error)
 
-    def _refuse_running_output(self, folder: Place, job_id: str) -> None:
-        """Raise JobStateError if another job is about to write to a folder that is to be overwritten."""
+    def _take_output(self, folder: Place, job_id: str) -> None:
+        """Make a folder that is to be overwritten this job's, before its rows are sent: no retry may begin there."""
+        take_output(folder, job_id, self._refuse_running_output(folder, job_id))
+
+    def _refuse_running_output(self, folder: Place, job_id: str) -> str:
+        """Raise JobStateError if another job is about to write to a folder that is to be overwritten.
+
+        Answers the job that the folder names, which is over, or this one; "" for none.
+        """
         owner = output_owner(folder)
         if owner in ("", job_id):
-            return
+            return owner
         with suppress(JobNotFoundError):  # lost, or of another Redis: nobody writes there
             state = self._queue.status(owner).state
             if not state.is_final:
                 raise JobStateError(f"{folder} is the output of job {owner}, which is {state.value}: cancel it first")
+        return owner
 
     def warn_if_unserved(self, model: str) -> None:
         """Log a warning when no living worker serves a model."""

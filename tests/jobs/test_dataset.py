@@ -17,15 +17,20 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
-from minisgl_batch.errors import OutputError, OutputNotAllowedError, SchemaVersionError
+from minisgl_batch.errors import (
+    OutputError,
+    OutputLostError,
+    OutputNotAllowedError,
+    OutputTakenError,
+    SchemaVersionError,
+)
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.dataset import (
     MANIFEST,
-    OWNER,
     SUCCESS,
     Manifest,
+    check_dataset,
     check_output,
-    claim_output,
     clear_dataset,
     finish_dataset,
     make_manifest,
@@ -33,10 +38,10 @@ from minisgl_jobs.dataset import (
     read_batches,
     read_dataset,
     read_manifest,
-    release_output,
     reopen_dataset,
 )
 from minisgl_jobs.model import InputInfo, JobSpec, JobState, RowResult
+from minisgl_jobs.owner import OWNER, claim_output, output_owner, read_owner, release_output, take_output
 from minisgl_jobs.parts import (
     PartInfo,
     commit_part,
@@ -383,3 +388,27 @@ def test_manifest_counts_tokens(tmp_path: Path) -> None:
         commit_part(tmp_path, chunk, 0, "t")
     manifest = make(tmp_path, 2, JobState.FINISHED)
     assert (manifest.prompt_tokens, manifest.cached_tokens, manifest.completion_tokens) == (20, 8, 14)
+
+
+def test_one_of_several_jobs_takes_a_folder_from_one_that_is_over(tmp_path: Path) -> None:
+    """The second has looked before the first took it."""
+    claim_output(tmp_path, "over")
+    take_output(tmp_path, "first", "over")
+    with pytest.raises(OutputTakenError, match="the output of job first"):
+        take_output(tmp_path, "second", "over")
+    assert [path.name for path in tmp_path.iterdir()] == [OWNER]
+    assert output_owner(tmp_path) == "first"
+
+
+def test_a_claim_gets_its_job_later(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, 1)
+    take_output(tmp_path, spec.job_id, "")
+    assert read_owner(tmp_path) is None
+    claim_output(tmp_path, spec.job_id, spec)
+    assert read_owner(tmp_path) == spec
+
+
+def test_a_dataset_of_another_release_is_not_this_jobs(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text('{"schema_version": 99}')
+    with pytest.raises(OutputLostError, match="doesn't hold the dataset of job j: "):
+        check_dataset(tmp_path, "j")

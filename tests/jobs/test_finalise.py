@@ -9,12 +9,13 @@ import pytest
 import redis
 
 from minisgl_batch.errors import JobNotFoundError, OutputError, OutputNotAllowedError
-from minisgl_jobs.dataset import MANIFEST, OWNER, SUCCESS, claim_output, clear_dataset, read_dataset, read_manifest
+from minisgl_jobs.dataset import MANIFEST, SUCCESS, clear_dataset, read_dataset, read_manifest
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.leases import ChunkQueue, Lease
 from minisgl_jobs.model import JobSpec, JobState, RowError, RowResult
 from minisgl_jobs.outbox import Outbox
+from minisgl_jobs.owner import OWNER, claim_output
 from minisgl_jobs.parts import Part, PartInfo, commit_part, part_name, part_names, scan_parts, write_part
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.results import results_to_table

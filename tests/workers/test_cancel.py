@@ -13,10 +13,11 @@ import redis
 
 from minisgl_batch.client import Client
 from minisgl_batch.errors import OutputError
-from minisgl_jobs.dataset import MANIFEST, OWNER, SUCCESS, read_dataset
+from minisgl_jobs.dataset import MANIFEST, SUCCESS, read_dataset
 from minisgl_jobs.keys import QueueKeys, queue_name
 from minisgl_jobs.leases import ChunkQueue
 from minisgl_jobs.model import JobState, RowResult
+from minisgl_jobs.owner import OWNER
 from minisgl_jobs.parts import part_name
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.reader import JobChanged

@@ -15,11 +15,11 @@ from rq.registry import DeferredJobRegistry, ScheduledJobRegistry
 from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.errors import JobNotFoundError, JobStateError
 from minisgl_jobs.connection import connect
-from minisgl_jobs.dataset import OWNER
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import QueueKeys, queue_name
 from minisgl_jobs.leases import ChunkQueue
 from minisgl_jobs.model import JobState
+from minisgl_jobs.owner import OWNER
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.reader import JobChanged
 from minisgl_jobs.tasks import make_task_worker, start_id, task_queue

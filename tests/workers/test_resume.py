@@ -14,8 +14,9 @@ import redis
 
 from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.errors import OutputError
-from minisgl_jobs.dataset import OWNER, SUCCESS, read_manifest
+from minisgl_jobs.dataset import SUCCESS, read_manifest
 from minisgl_jobs.model import JobState
+from minisgl_jobs.owner import OWNER
 from minisgl_jobs.parts import part_name
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.rows import ReadOptions

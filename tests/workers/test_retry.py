@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from minisgl_batch.client import Client
 from minisgl_batch.errors import JobStateError, OutputError
-from minisgl_jobs.dataset import OWNER, SUCCESS, read_dataset, read_manifest
+from minisgl_jobs.dataset import SUCCESS, read_dataset, read_manifest
 from minisgl_jobs.model import JobState, RowError, RowResult
+from minisgl_jobs.owner import OWNER
 from minisgl_jobs.parts import part_name
+from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.spool import encode_result
 from minisgl_workers.embedded_redis import EmbeddedRedis
-from tests.jobs.helpers import expire
+from tests.jobs.helpers import expire, wait_for
 from tests.workers.delivering import Group, group, part_bytes
 
 MODEL = "some/model"
@@ -225,3 +228,71 @@ def test_nobody_overwrites_the_dataset_of_a_running_retry(api: Client, running: 
     job.cancel()
     running.tick()
     running.end_jobs()
+
+
+# --- one job in a folder ---------------------------------------------------------------------------------------------
+
+
+def test_a_retry_is_refused_while_a_submit_is_about_to_overwrite_the_dataset(
+    api: Client, running: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = api.job(run_partial(api, running, tmp_path))
+    refused = []
+    append = JobQueue.append
+
+    def retry_and_append(*args: Any) -> None:
+        with pytest.raises(OutputError) as caught:
+            old.retry()
+        refused.append(str(caught.value))
+        append(*args)
+
+    monkeypatch.setattr(JobQueue, "append", retry_and_append)
+    new = api.submit(["a", "b"], model=MODEL, output=tmp_path, job_id="new", overwrite=True)
+    assert refused == [f"{tmp_path} holds the dataset of job new by now, not that of job {old.id}"]
+    running.run_all()
+    assert (old.status().state, new.status().state) == (JobState.PARTIAL, JobState.FINISHED)
+    assert texts(tmp_path) == ["a 0 in epoch 0", "b 0 in epoch 0"]
+
+
+def test_a_submit_that_fails_before_it_overwrites_leaves_the_dataset(
+    api: Client, running: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = api.job(run_partial(api, running, tmp_path))
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(JobQueue, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            api.submit(["a"], model=MODEL, output=tmp_path, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    old.retry()
+    running.run_all()
+    assert old.status().state is JobState.FINISHED
+
+
+@pytest.mark.parametrize("moment", ["before its rows are read", "before it is written", "before it is renamed"])
+def test_a_job_whose_folder_another_one_has_fails_and_writes_nothing(
+    api: Client, running: Group, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = api.submit(["a"], model=MODEL, output=tmp_path)
+
+    def take_folder() -> None:
+        (tmp_path / OWNER).write_text("other")
+
+    if moment == "before its rows are read":
+        take_folder()
+    else:
+        work = running.take()
+        if moment == "before it is written":
+            take_folder()
+        else:
+            complete = running.queue.complete
+            monkeypatch.setattr(running.queue, "complete", lambda *a, **k: (complete(*a, **k), take_folder())[0])
+        running.run(work)
+    wait_for("its end", lambda: running.tick() or running.end_jobs() or job.status().state.is_final)
+    status = job.status()
+    assert status.state is JobState.FAILED
+    assert status.error == f"{tmp_path} holds the dataset of job other by now, not that of job {job.id}"
+    assert running.delivery.works == []
+    visible = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert visible == [OWNER]
+    assert (tmp_path / OWNER).read_text() == "other"

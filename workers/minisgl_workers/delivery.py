@@ -338,11 +338,26 @@ class Delivery:
             self._queue.fail(lease.spec.job_id, reason)
             self._keeper.remove(lease)
             del self._damaged[0]
+        self._end_lost()
         while self._unusable:
             lease, reason = self._unusable[0]
             self._queue.handback([lease], reason=reason)
             self._keeper.remove(lease)
             del self._unusable[0]  # only now: when Redis is away it is tried again
+
+    def _end_lost(self) -> None:
+        """Jobs whose folder another job has by now are over."""
+        for work, reason in self._writer.lost:
+            if not work.is_stopped:
+                self._loader.lost.append((work.lease, reason))
+                self._drop(work)
+        self._writer.lost.clear()
+        while self._loader.lost:
+            lease, reason = self._loader.lost[0]
+            self._queue.give_up(lease, reason)
+            self._keeper.remove(lease)
+            self._due["tasks"] = 0.0
+            del self._loader.lost[0]  # only now: when Redis is away it is tried again
 
     def _has_room(self) -> bool:
         if not self.works:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 
-from minisgl_batch.errors import InputUnreachableError, OutputError
+from minisgl_batch.errors import InputUnreachableError, OutputError, OutputLostError
+from minisgl_jobs.dataset import check_dataset
 from minisgl_jobs.leases import Lease
 from minisgl_jobs.parts import output_place, part_name, read_part
 from minisgl_jobs.places import Place
@@ -102,6 +103,7 @@ class _Reader:
     def _load(self, lease: Lease) -> ChunkWork:
         """In the thread: a chunk with its rows, and with those results that are on disk already."""
         folder = output_place(lease.spec.output, self._roots)
+        check_dataset(folder, lease.spec.job_id)
         work = ChunkWork(lease, self._chunks.read(lease.spec, lease.chunk, lease.payload))
         if lease.epoch > 0 or _is_on_disk(folder, lease):
             work.keep(results_to_keep(folder, lease.chunk, work.input_sha256))
@@ -109,7 +111,11 @@ class _Reader:
 
 
 class ChunkLoader:
-    """The chunks that are being read. For one thread, beside its own."""
+    """The chunks that are being read. For one thread, beside its own.
+
+    Attributes:
+        lost: chunks whose job's folder is another job's by now, and what says so; the caller empties the list.
+    """
 
     def __init__(self, roots: AllowedRoots | None = None, *, limit_s: float = LOADING_LIMIT_S) -> None:
         """
@@ -118,6 +124,7 @@ class ChunkLoader:
             limit_s: how long one chunk may be read before it is given back; twice as long after each time that this
                 was too short for its job, as it may be where a compressed input is read from its beginning.
         """
+        self.lost: list[tuple[Lease, str]] = []
         self._roots = roots or AllowedRoots()
         self._limit_s = limit_s
         self._limits: dict[str, float] = {}  # by job
@@ -168,6 +175,8 @@ class ChunkLoader:
                 works.append(future.result())
                 self._pauses.pop(lease.spec.job_id, None)
                 self._limits.pop(lease.spec.job_id, None)
+            except OutputLostError as error:
+                self.lost.append((lease, str(error)))
             except (InputUnreachableError, OutputError, OSError, MemoryError) as error:
                 unread.append((lease, self.avoid(lease, str(error))))
             except Exception as error:  # one job's records must not end the group, whatever is wrong with them

@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pyarrow as pa
 
-from minisgl_batch.errors import OutputDeniedError, OutputError, OutputNotAllowedError
+from minisgl_batch.errors import OutputDeniedError, OutputError, OutputLostError, OutputNotAllowedError
+from minisgl_jobs.dataset import check_dataset
 from minisgl_jobs.kept import add_columns
 from minisgl_jobs.leases import Lease
 from minisgl_jobs.parts import PartInfo, commit_part, output_place, remove_file, write_part
@@ -37,6 +38,7 @@ class PartWriter:
     Attributes:
         denied: chunks whose folder can't be written from here, and why; the caller empties the list.
         damaged: chunks whose results no part can hold, such as spooled ones that others have changed, as `denied`.
+        lost: chunks whose folder is another job's by now, and what says so; the caller empties the list.
         trouble: why the first of those that wait couldn't be written; "" when none waits.
     """
 
@@ -52,6 +54,7 @@ class PartWriter:
         self._reason = ""
         self.denied: list[tuple[ChunkWork, str]] = []
         self.damaged: list[tuple[ChunkWork, str]] = []
+        self.lost: list[tuple[ChunkWork, str]] = []
         self._retry_at = 0.0
         self._remind_at = 0.0
 
@@ -84,6 +87,9 @@ class PartWriter:
             del self._writing[work]
             try:
                 done.append((work, writing.result()))
+            except OutputLostError as error:
+                self.drop(work)
+                self.lost.append((work, str(error)))
             except (OutputDeniedError, OutputNotAllowedError) as error:
                 self.drop(work)
                 self.denied.append((work, str(error)))
@@ -161,7 +167,9 @@ class PartRenamer:
 
 
 def _rename(lease: Lease, roots: AllowedRoots) -> None:
-    commit_part(output_place(lease.spec.output, roots), lease.chunk, lease.epoch, lease.token, roots=roots)
+    folder = output_place(lease.spec.output, roots)
+    check_dataset(folder, lease.spec.job_id)
+    commit_part(folder, lease.chunk, lease.epoch, lease.token, roots=roots)
 
 
 def _succeeded(renaming: Future[None]) -> bool:
@@ -183,6 +191,8 @@ def _discard(pending: Place) -> None:
 def _write(work: ChunkWork, roots: AllowedRoots) -> Place:
     """In the writer's thread: the part of a complete chunk, under its pending name."""
     lease = work.lease
+    folder = output_place(lease.spec.output, roots)
+    check_dataset(folder, work.job_id)
     results = results_to_table(work.results.values(), token_ids=lease.spec.token_ids)
     table = add_columns(results, work.kept, lease.rows.start, lease.spec.kept)
     info = PartInfo(
@@ -192,4 +202,4 @@ def _write(work: ChunkWork, roots: AllowedRoots) -> Place:
         input_sha256=work.input_sha256,
         num_rows=table.num_rows,
     )
-    return write_part(output_place(lease.spec.output, roots), table, info, lease.token, roots=roots)
+    return write_part(folder, table, info, lease.token, roots=roots)

@@ -25,8 +25,9 @@ from minisgl_batch.errors import (
     UsageError,
 )
 from minisgl_batch.sampling_params import SamplingParams
-from minisgl_jobs.dataset import OWNER, SUCCESS
+from minisgl_jobs.dataset import SUCCESS
 from minisgl_jobs.model import JobState
+from minisgl_jobs.owner import OWNER
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.results import result_schema
 from minisgl_workers.embedded_redis import EmbeddedRedis
