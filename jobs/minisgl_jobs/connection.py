@@ -50,6 +50,8 @@ def connect(url: str) -> redis.Redis:
         raise RedisUnavailableError(f"no Sentinel at {safe_url(url)} knows a master of that service") from None
     except RedisError as error:
         raise RedisUnavailableError(f"Redis at {safe_url(url)} can't be reached: {error}") from None
+    except UnicodeError:
+        raise _not_a_url(url) from None  # such a host can't have an address
     if tuple(int(number) for number in version.split(".")[:2]) < MIN_VERSION:
         raise RedisUnavailableError(f"Redis at {safe_url(url)} is version {version}: 6.2 or newer is needed")
     return _client(url, retries=3)
@@ -70,7 +72,11 @@ def _client(url: str, *, retries: int) -> redis.Redis:
             return redis.Redis.from_url(_PLAIN[scheme] + url[len(scheme) :], **options)
     except (ValueError, TypeError):
         pass  # the original message may quote a password
-    raise UsageError(f"{safe_url(url)!r} is not a Redis URL: give {_FORMS}; write special characters as %XX")
+    raise _not_a_url(url)
+
+
+def _not_a_url(url: str) -> UsageError:
+    return UsageError(f"{safe_url(url)!r} is not a Redis URL: give {_FORMS}; write special characters as %XX")
 
 
 def _sentinel_client(url: str, options: dict[str, Any], *, tls: bool) -> redis.Redis:

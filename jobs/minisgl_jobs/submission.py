@@ -137,8 +137,8 @@ def prepare(
         UsageError: an argument has a value that can't be used; names it.
     """
     given_id, job_id = job_id, new_job_id(source) if job_id is None else job_id
-    folder = output_folder(output, job_id)
     _check_arguments(source, model, chunk_rows, seed, job_id)
+    folder = output_folder(output, job_id)
     level = _priority(priority)
     read, params = read or ReadOptions(), params or SamplingParams()
     earlier = None if overwrite else find_earlier(folder)

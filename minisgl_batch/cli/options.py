@@ -14,6 +14,7 @@ from minisgl_batch.cli.sections import Number, SectionOption, WholeNumber
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig
 from minisgl_batch.errors import MiniSGLError
 from minisgl_batch.sampling_params import MAX_N, SamplingParams
+from minisgl_batch.words import is_unicode
 from minisgl_jobs.faults import MAX_SHOWN
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -70,6 +71,13 @@ def token_ids(text: str) -> tuple[int, ...]:
         raise click.BadParameter(f"{text!r} isn't token ids such as 1,2") from None
 
 
+def valid_unicode(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
+    """A text or several as they were given, if they can be stored and sent."""
+    if not is_unicode("".join(value or ())):
+        raise click.BadParameter(f"{value!r} isn't valid Unicode")
+    return value
+
+
 redis_option = click.option(
     "--redis",
     "redis_url",
@@ -84,6 +92,7 @@ model_option = click.option(
     metavar="MODEL",
     envvar="MINISGL_MODEL",
     required=True,
+    callback=valid_unicode,
     help='"demo", a folder in Hugging Face format, or a hub id.',
 )
 
@@ -127,7 +136,7 @@ engine_options = _all(
     _engine_option("--pynccl/--no-pynccl", "Between GPUs, use NCCL from Python, or torch's.", default=True),
     _engine_option("--check-ranks", "Compare what the ranks run every N steps.", default=0, hidden=True, **_NUMBER),
     _engine_option("--dummy-weights", "Random weights, for benchmarks.", is_flag=True),
-    _engine_option("--served-model-name", "What jobs call the model.", metavar="NAME"),
+    _engine_option("--served-model-name", "What jobs call the model.", metavar="NAME", callback=valid_unicode),
 )
 
 sampling_options = _all(

@@ -10,7 +10,14 @@ import click
 
 from minisgl_batch.child_process import setup_logging
 from minisgl_batch.cli.console import print_json, talk
-from minisgl_batch.cli.options import engine_config, engine_options, json_option, model_option, redis_option
+from minisgl_batch.cli.options import (
+    engine_config,
+    engine_options,
+    json_option,
+    model_option,
+    redis_option,
+    valid_unicode,
+)
 from minisgl_batch.cli.sections import Number, SectionedCommand, WholeNumber
 from minisgl_batch.cli.service import open_redis
 from minisgl_batch.errors import InvalidParameterError, UsageError
@@ -45,6 +52,7 @@ class Root(click.types.StringParamType):
     "--allow-root",
     "allow_roots",
     type=Root(),
+    callback=valid_unicode,
     multiple=True,
     envvar=VARIABLE,
     help="Read and write only under this folder or URL, such as s3://bucket/prefix; may be repeated.  "

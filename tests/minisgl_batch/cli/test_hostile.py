@@ -67,7 +67,14 @@ def test_unknown_and_impossible_ids(run_cli: RunCli, submit: Callable[..., str],
         ("results", "x", "--json"),
         ("jobs", "--redis", "http://user:secret@localhost"),
         ("jobs", "--redis", "redis://user:secret@localhost:port"),
+        ("jobs", "--redis", "redis://\udcff"),
+        ("jobs", "--redis", "redis://a..b"),
         ("worker",),
+        ("worker", "--model", "\udcff"),
+        ("worker", "--model", "demo", "--served-model-name", "\udcff"),
+        ("worker", "--model", "demo", "--allow-root", "\udcff"),
+        ("run", "in.jsonl", "--model", "\udcff"),
+        ("run", "in.jsonl", "--model", "demo", "--served-model-name", "\udcff"),
     ],
 )
 def test_bad_usage(run_cli: RunCli, tmp_path: Path, args: tuple[str, ...]) -> None:
@@ -75,6 +82,13 @@ def test_bad_usage(run_cli: RunCli, tmp_path: Path, args: tuple[str, ...]) -> No
     result = run_cli(*args, code=2)
     assert "Error: " in result.stderr
     assert "secret" not in result.output
+
+
+def test_a_job_id_is_refused_before_a_folder_is_named_by_it(run_cli: RunCli, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    for odd in ("\udcff", "../x"):
+        result = run_cli("submit", source, "--model", "m", "--job-id", odd, code=2)
+        assert result.stderr.splitlines()[-1].startswith("Error: --job-id: must be ")
 
 
 @pytest.mark.parametrize(
@@ -143,11 +157,13 @@ def test_what_others_wrote_into_redis_hides_nothing(
         result = run_cli(*command)
         assert (job_id in result.stdout) == (command != ("workers",))
         assert "warning: not listed: mb:queues (field \\xff) in Redis is no record of minisgl-batch" in result.stderr
-    for command in OF_A_JOB:
+    for command in ("status", "tail", "results", "cancel", "retry"):
         error = run_cli(command, "planted", code=1).stderr.splitlines()[-1]
         assert error == f"Error: {queue.job('planted')} in Redis is no record of minisgl-batch: remove it"
     run_cli("cancel", job_id)
-    client.delete(queue.job("planted"), queue.part("workers"))
+    run_cli("purge", "planted")
+    assert not client.exists(queue.job("planted"))
+    client.delete(queue.part("workers"))
 
 
 def test_what_others_wrote_is_shown_harmlessly(run_cli: RunCli, tmp_path: Path) -> None:
