@@ -111,7 +111,7 @@ class Outbox:
             rows_error=int(fields[b"errors"]),
             renames=renames,
             left_over=tuple(sorted(map(int, todo))),
-            engine=json.loads(fields.get(b"engine", b"{}")),
+            engine=dict(json.loads(fields.get(b"engine", b"{}"))),
             queued_at=_seconds(fields.get(b"queued_at")),
             started_at=_seconds(fields.get(b"started_at")),
         )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from minisgl_batch.errors import JobNotFoundError, OutputError, OutputNotAllowedError
+from minisgl_batch.errors import DamagedJobError, JobNotFoundError, OutputError, OutputNotAllowedError
 from minisgl_jobs.dataset import MANIFEST, SUCCESS, clear_dataset, read_dataset, read_manifest
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.keys import queue_name
@@ -178,6 +178,15 @@ def test_a_folder_that_leads_out_of_the_roots_by_now_gets_nothing(
     (inside / "kept").rename(writer.folder)
     monkeypatch.setattr("minisgl_jobs.finalise.scan_parts", scan_and_swap)
     assert refused()
+
+
+def test_damaged_records_of_a_job_that_is_finalised_end_it(writer: Writer, client: redis.Redis) -> None:
+    writer.run()
+    client.hset(writer.outbox._keys.job(writer.spec.job_id), "engine", "7")
+    with pytest.raises(DamagedJobError):
+        writer.finalise()
+    assert writer.state is JobState.FAILED
+    assert writer.outbox.claim(60) is None
 
 
 def test_finalise_may_be_repeated(writer: Writer) -> None:

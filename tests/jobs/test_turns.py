@@ -50,6 +50,17 @@ def test_a_flood_of_small_jobs_does_not_hold_back_a_big_one(client: redis.Redis,
         queue.cancel(status.job_id)
 
 
+def test_a_job_of_another_release_does_not_hold_back_new_ones(client: redis.Redis, queue: JobQueue) -> None:
+    foreign = submit(queue, make_spec(num_rows=2, chunk_rows=1)).job_id
+    group = worker(client)
+    taken(group)
+    client.hset(group.keys.job(foreign), "schema", "99")
+    spec = submit(queue, make_spec(num_rows=1, chunk_rows=1))
+    assert taken(group).spec == spec
+    for job_id in (foreign, spec.job_id):
+        queue.cancel(job_id)
+
+
 def test_new_jobs_are_served_in_order_of_arrival(client: redis.Redis, queue: JobQueue) -> None:
     specs = [submit(queue, make_spec(num_rows=1, chunk_rows=1)) for _ in range(5)]
     leases = [taken(worker(client)) for _ in specs]

@@ -177,6 +177,7 @@ local function take_from(job, priority, is_new)
     return nil
   elseif fields[2] ~= schema then
     redis.call('ZADD', ring_key(priority), now_us, job)
+    redis.call('DEL', turn_key(priority)) -- it had its turn: new jobs are not to wait for it
     return nil
   end
   local chunk, next_ = choose(job, tonumber(fields[3]), num_chunks)
