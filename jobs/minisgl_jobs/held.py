@@ -7,17 +7,21 @@ RQ; `tasks.py` makes tasks of these steps.
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
 import redis
 
-from minisgl_batch.errors import JobNotFoundError, JobStateError
+from minisgl_batch.errors import DamagedJobError, JobNotFoundError, JobStateError
 from minisgl_jobs.keys import QueueKeys
 from minisgl_jobs.model import JobState
 from minisgl_jobs.queue import LOOK_S, JobQueue
 from minisgl_jobs.scripts import Scripts, redis_errors
+from minisgl_jobs.status import reading_record
+
+logger = logging.getLogger(__name__)
 
 
 class _Verdict(Enum):
@@ -66,7 +70,16 @@ class HeldJobs:
         return [(queue, follower) for queue, follower in (member.decode().split() for member in sorted(members))]
 
     def _judge(self, job_id: str) -> tuple[_Verdict, str]:
-        """What is to become of a job, and why when it is to be canceled."""
+        """What is to become of a job, and why when it is to be canceled. One whose records are damaged is failed."""
+        try:
+            with reading_record(self._keys.job(job_id)):
+                return self._look(job_id)
+        except DamagedJobError as error:
+            logger.error("job %s can't be started and is failed: %s", job_id, error)
+            self._scripts.run("fail", self._keys.prefix, job_id, str(error))
+            return _Verdict.FREE, ""
+
+    def _look(self, job_id: str) -> tuple[_Verdict, str]:
         with redis_errors():
             reply: Any = self._client.hmget(self._keys.job(job_id), "held", "after", "start_ms")
             now_s, now_us = self._client.time()
@@ -91,8 +104,9 @@ class HeldJobs:
 def follow(client: redis.Redis, after: str, queue: str, job_id: str) -> JobState | None:
     """Let a job's end tell a held one; answers the state that it is in by now, None when there is no such job."""
     try:
-        prefix = JobQueue(client).find(after).prefix
-    except JobNotFoundError:
+        keys = JobQueue(client).find(after)
+        with reading_record(keys.job(after)):
+            state = Scripts(client).run("follow", keys.prefix, after, f"{queue} {job_id}")
+            return JobState(state.decode()) if state else None
+    except (JobNotFoundError, DamagedJobError):
         return None
-    state = Scripts(client).run("follow", prefix, after, f"{queue} {job_id}")
-    return JobState(state.decode()) if state else None

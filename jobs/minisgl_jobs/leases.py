@@ -240,7 +240,7 @@ class ChunkQueue:
     def renamed(self, leases: Iterable[Lease]) -> None:
         """Confirm that the parts of committed chunks have their final names."""
         for lease in leases:
-            self._run("renamed", lease.spec.job_id, lease.chunk, lease.token)
+            self._run_lease("renamed", lease)
 
     def handback(self, leases: Iterable[Lease], *, reason: str = "") -> None:
         """Give chunks back, such as at a drain; spooled results stay with them. Lost ones are passed over.

@@ -86,6 +86,7 @@ class JobStatus:
         paused: whether its queue is paused.
         error: why it failed or was canceled.
         blocked: why the last worker that took a chunk gave it back, until somebody takes one again.
+        trouble: why no worker of its queue takes a chunk, such as the full disk of another job; "" when one does.
         num_waiting: finished results of chunks that were handed back and wait for another worker.
         after: the job whose end this one waits for, "" for none (any more).
         start_at: when this job may start, Unix seconds of the server's clock; None when it may.
@@ -108,6 +109,7 @@ class JobStatus:
     paused: bool
     error: str
     blocked: str = ""
+    trouble: str = ""
     num_waiting: int = 0
     after: str = ""
     start_at: float | None = None
@@ -144,7 +146,9 @@ class JobStatus:
             return "the queue is paused"
         if not self.num_workers:
             return f"no worker for {one_line(self.spec.model)}"
-        return self.blocked if not self.leases else ""
+        if self.leases:
+            return ""
+        return self.blocked or (self.trouble if self.state in (JobState.QUEUED, JobState.RUNNING) else "")
 
 
 @contextmanager
@@ -181,7 +185,7 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
     Raises:
         SchemaVersionError: another release wrote the job.
     """
-    flat, leases, num_workers, paused, now_ms, num_waiting = reply
+    flat, leases, workers, paused, now_ms, num_waiting = reply
     fields: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
     is_held = b"held" in fields and fields[b"state"] == JobState.QUEUED.value.encode()
     return JobStatus(
@@ -201,7 +205,8 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
         finished_at=_seconds(fields, b"finished_at"),
         now=now_ms / 1000,
         num_deaths=int(fields.get(b"deaths", 0)),
-        num_workers=num_workers,
+        num_workers=len(workers),
+        trouble=_common_trouble(workers),
         paused=bool(paused),
         blocked=fields.get(b"blocked", b"").decode(),
         error=(fields.get(b"error") or fields.get(b"canceled", b"")).decode(),
@@ -209,6 +214,20 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
         after=fields[b"after"].decode() if is_held else "",
         start_at=int(fields[b"start_ms"]) / 1000 if is_held and int(fields[b"start_ms"]) else None,
     )
+
+
+def _common_trouble(workers: list[bytes]) -> str:
+    """What the first worker says when none of them takes chunks."""
+    first = ""
+    for data in workers:
+        try:
+            info = decode_worker(data)
+        except msgspec.MsgspecError:  # `JobQueue.workers` tells of it
+            continue
+        if not info.trouble:
+            return ""
+        first = first or f"{one_line(info.worker_id)} takes no chunks: {one_line(info.trouble)}"
+    return first
 
 
 def _seconds(fields: dict[bytes, bytes], name: bytes) -> float | None:

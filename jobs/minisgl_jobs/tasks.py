@@ -10,11 +10,12 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import Any, cast
 
 import redis
 import rq
 from rq.exceptions import NoSuchJobError
+from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job, JobStatus
 from rq.registry import DeferredJobRegistry
 from rq.serializers import JSONSerializer
@@ -71,6 +72,17 @@ class TaskQueue(rq.Queue):  # type: ignore[misc]  # rq is untyped
     """RQ's queue with these jobs."""
 
     job_class = AllowListJob
+
+    @classmethod
+    def lmove(cls, connection: redis.Redis, queue_key: str, timeout: int | None) -> Any:
+        """The next entry of RQ's list. Those that are no tasks are dropped: anybody may have put them there."""
+        while (found := super().lmove(connection, queue_key, timeout)) is not None:
+            entry: bytes = found[1]
+            if _can_be_fetched(connection, entry):
+                break
+            logger.error("dropped an entry of %s that is no task: %r", queue_key, entry[:200])
+            connection.lrem(IntermediateQueue(queue_key, connection).key, 1, entry)  # type: ignore[arg-type]
+        return found
 
     def __init__(self, name: str, connection: redis.Redis, **options: Any) -> None:
         options.update(serializer=JSONSerializer, job_class=AllowListJob)
@@ -163,8 +175,33 @@ def forget_tasks(client: redis.Redis, job_id: str, epoch: int) -> None:
 
 
 def _forget(client: redis.Redis, task_id: str) -> None:
+    task = _fetch(client, task_id)
+    if task is not None:
+        task.delete()
+
+
+def _fetch(client: redis.Redis, task_id: str) -> AllowListJob | None:
+    """A task by its id; one that isn't RQ's record is deleted."""
+    if not _can_be_fetched(client, task_id.encode()):
+        logger.error("dropped %s, which is no task", task_id)
+        client.delete(AllowListJob.key_for(task_id))
+        return None
     with suppress(NoSuchJobError):
-        AllowListJob.fetch(task_id, connection=client).delete()
+        return cast(AllowListJob, AllowListJob.fetch(task_id, connection=client))
+    return None
+
+
+def _can_be_fetched(client: redis.Redis, task_id: bytes) -> bool:
+    """Whether RQ finds a task, or none, under a name; False when what is there makes it stumble."""
+    try:
+        AllowListJob.fetch(task_id.decode(), connection=client)
+    except (redis.ConnectionError, redis.TimeoutError):
+        raise
+    except NoSuchJobError:
+        return True  # RQ passes over it
+    except Exception:  # noqa: BLE001  # whatever decoding it raises
+        return False
+    return True
 
 
 def run_finalise(queue: str, job_id: str, epoch: int) -> str | None:
@@ -185,9 +222,8 @@ def run_start(queue: str, job_id: str) -> str:
 
 def _is_under_way(tasks: TaskQueue, task_id: str) -> bool:
     """Whether an earlier task for the same waits in the queue, or runs and shows signs of life."""
-    try:
-        task = AllowListJob.fetch(task_id, connection=tasks.connection)
-    except NoSuchJobError:
+    task = _fetch(tasks.connection, task_id)
+    if task is None:
         return False
     status = task.get_status(refresh=False)
     if status == JobStatus.STARTED and task.last_heartbeat is not None:

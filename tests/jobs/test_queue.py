@@ -164,6 +164,20 @@ def test_jobs_are_listed_newest_first_over_all_models(queue: JobQueue) -> None:
     assert queue.queues() == {queue_name(model): model for model in ("a", "b", "c/d")}
 
 
+def test_a_job_that_waits_for_the_trouble_of_another_says_so(
+    queue: JobQueue, worker: ChunkQueue, client: redis.Redis
+) -> None:
+    running, waiting = submit(queue, make_spec(4, 4)), submit(queue, make_spec())
+    taken(worker)
+    worker.heartbeat(WorkerInfo("w1", MODEL, trouble="/a is full"))
+    assert queue.status(waiting.job_id).waiting == "w1 takes no chunks: /a is full"
+    assert queue.status(running.job_id).waiting == ""
+    worker.heartbeat(WorkerInfo("w2", MODEL))  # which takes some
+    assert queue.status(waiting.job_id).waiting == ""
+    client.set(worker.keys.worker("w2"), b"damaged")
+    assert queue.status(waiting.job_id).waiting == "w1 takes no chunks: /a is full"
+
+
 def test_a_job_waits_for_a_worker_and_says_so(queue: JobQueue, worker: ChunkQueue) -> None:
     spec = submit(queue, make_spec())
     assert queue.status(spec.job_id).waiting == f"no worker for {MODEL}"

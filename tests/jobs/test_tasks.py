@@ -207,6 +207,34 @@ def test_planted_webhooks_are_not_sent(rq_client: redis.Redis, monkeypatch: pyte
     task.send_webhooks("failed")
 
 
+def test_entries_that_are_no_tasks_are_dropped_and_the_next_ones_run(
+    rq_client: redis.Redis, client: redis.Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job_id = canceled_job(client, tmp_path)
+    queue = task_queue(rq_client, QUEUE)
+    client.set("rq:job:wrong-type", "x", ex=60)
+    client.hset("rq:job:odd-status", mapping={"data": "x", "status": "odd"})
+    odd = [b"\xff\xfe", "wrong-type", "odd-status", "a:b c", "gone"]
+    client.rpush(queue.key, *odd)
+    dispatch_finalise(Outbox(client, QUEUE), queue)
+    with caplog.at_level(logging.ERROR):
+        work(rq_client)
+    assert JobQueue(client).status(job_id).state is JobState.CANCELED
+    assert client.llen(queue.key) == 0
+    assert "that is no task: b'\\xff\\xfe'" in caplog.text
+    client.delete("rq:job:odd-status")
+
+
+def test_a_finalise_task_that_others_have_spoiled_is_made_anew(
+    rq_client: redis.Redis, client: redis.Redis, tmp_path: Path
+) -> None:
+    job_id = canceled_job(client, tmp_path)
+    client.set(f"rq:job:finalise-{job_id}-0", "x")
+    assert dispatch_finalise(Outbox(client, QUEUE), task_queue(rq_client, QUEUE)) == 1
+    work(rq_client)
+    assert JobQueue(client).status(job_id).state is JobState.CANCELED
+
+
 def _refuse_to_send(*_: Any, **__: Any) -> None:
     raise AssertionError("a webhook was sent")
 

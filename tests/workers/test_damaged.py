@@ -12,8 +12,9 @@ import redis
 from minisgl_jobs.chunks import encode_chunk
 from minisgl_jobs.dataset import read_dataset
 from minisgl_jobs.keys import QueueKeys, queue_name
-from minisgl_jobs.model import JobSpec, JobState, Row
+from minisgl_jobs.model import JobSpec, JobState, Row, RowResult
 from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.spool import encode_batch, encode_result, sample_name
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.jobs.helpers import MODEL, make_spec, wait_for
 from tests.workers.delivering import Group, group
@@ -144,6 +145,42 @@ def test_records_that_are_damaged_while_a_chunk_runs_end_their_job(
         serve(running, client, good.job_id)
         assert work not in running.delivery.works
     JobQueue(client).purge("bad")
+
+
+def spooled(result: RowResult) -> Plant:
+    name = sample_name(result.row_index, result.sample_index)
+    batch = encode_batch({(result.row_index, result.sample_index): encode_result(result)})
+    return lambda client, key: client.hset(key("spool:0"), mapping={name: "1", "b1": batch, "n": 1})
+
+
+@pytest.mark.parametrize(
+    "result", [RowResult(0, completion_tokens=1 << 62), RowResult(77), RowResult(0, sample_index=5)], ids=str
+)
+def test_spooled_results_that_fit_no_part_end_their_job(client: redis.Redis, tmp_path: Path, result: RowResult) -> None:
+    bad = put(client, spec_in(tmp_path, "bad"))
+    damage(client, bad, spooled(result))
+    with group(client, MODEL) as running:
+        serve(running, client, "bad")
+        serve(running, client, put(client, spec_in(tmp_path, "good")).job_id)
+    assert JobQueue(client).status("bad").state is JobState.FAILED
+
+
+@pytest.mark.parametrize(
+    "plant", [field("start_ms", "soon"), field("after", b"\xff"), field("after", "bad"), other_type("")]
+)
+def test_a_damaged_job_that_is_held_ends(client: redis.Redis, tmp_path: Path, plant: Plant) -> None:
+    queue, bad = JobQueue(client), spec_in(tmp_path, "bad")
+    queue.create(bad)
+    queue.append(bad, {chunk: encode_chunk([Row(chunk, prompt="x")]) for chunk in range(bad.num_chunks)})
+    queue.seal(bad, start_at=4e9)
+    keys = QueueKeys(queue_name(MODEL))
+    damage(client, bad, plant)
+    client.zadd(keys.part("held"), {"bad": 0})
+    with group(client, MODEL) as running:
+        serve(running, client, put(client, spec_in(tmp_path, "good")).job_id)
+    queue.fail("bad", "as the client does")
+    queue.purge("bad")
+    assert client.zcard(keys.part("held")) == 0
 
 
 @pytest.mark.parametrize("rows", [[], [77], [0, 1]])

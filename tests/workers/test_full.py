@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
@@ -146,6 +147,29 @@ def test_a_limit_on_files_pauses_intake_as_a_full_disk_does(
 ) -> None:
     worker = Group(client, MODEL, low_water=3)
     check_full_disk(api, worker, tmp_path, limited_file_size, caplog, monkeypatch)
+    worker.delivery.hand_back()
+
+
+def test_another_job_says_what_it_waits_for(
+    api: Client, client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_writer, "RETRY_S", 0.0)
+    worker = Group(client, MODEL)
+    api.submit(["a"], model=MODEL, output=tmp_path / "full")
+    work = worker.take()
+    other = api.submit(["b"], model=MODEL, output=tmp_path / "other")
+    with limited_file_size(tmp_path):
+        worker.run(work)
+
+        def waiting() -> str:
+            worker.info = msgspec.structs.replace(worker.info, trouble=worker.delivery.trouble)
+            worker.delivery._due["heartbeat"] = 0.0
+            worker.tick()
+            return other.status().waiting
+
+        assert wait_for("the reason", waiting).startswith(f"group-1 takes no chunks: {tmp_path}/full/.part-")
+    worker.info = msgspec.structs.replace(worker.info, trouble="")
+    worker.run_all()
     worker.delivery.hand_back()
 
 

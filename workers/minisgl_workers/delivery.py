@@ -261,7 +261,16 @@ class Delivery:
             del self._written[0]  # only now: when Redis is away it is tried again
 
     def _pass_on(self) -> None:
-        """Chunks whose folder can't be written from here go back with their results, for workers that can."""
+        """Chunks whose folder can't be written from here go back with their results, for workers that can.
+
+        Those whose results can't be written at all end their job.
+        """
+        while self._writer.damaged:
+            work, reason = self._writer.damaged[0]
+            if not work.is_stopped:
+                self._queue.fail(work.job_id, reason)
+                self._drop(work)
+            del self._writer.damaged[0]
         while self._writer.denied:
             work, reason = self._writer.denied[0]
             if not work.is_stopped:

@@ -9,6 +9,8 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+import pyarrow as pa
+
 from minisgl_batch.errors import OutputDeniedError, OutputError, OutputLostError, OutputNotAllowedError
 from minisgl_jobs.dataset import check_dataset
 from minisgl_jobs.kept import add_columns
@@ -35,6 +37,7 @@ class PartWriter:
 
     Attributes:
         denied: chunks whose folder can't be written from here, and why; the caller empties the list.
+        damaged: chunks whose results no part can hold, such as spooled ones that others have changed, as `denied`.
         lost: chunks whose folder is another job's by now, and what says so; the caller empties the list.
         trouble: why the first of those that wait couldn't be written; "" when none waits.
     """
@@ -50,6 +53,7 @@ class PartWriter:
         self._refused: list[ChunkWork] = []
         self._reason = ""
         self.denied: list[tuple[ChunkWork, str]] = []
+        self.damaged: list[tuple[ChunkWork, str]] = []
         self.lost: list[tuple[ChunkWork, str]] = []
         self._retry_at = 0.0
         self._remind_at = 0.0
@@ -91,6 +95,9 @@ class PartWriter:
                 self.denied.append((work, str(error)))
             except OutputError as error:
                 self._refuse(work, error)
+            except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
+                self.drop(work)
+                self.damaged.append((work, f"chunk {work.lease.chunk} can't be written: {error}"))
             else:
                 if self._refused:
                     logger.info("there is room again: chunks are written and taken")

@@ -179,7 +179,7 @@ local function fail_damaged(job, why)
   for _, chunk in ipairs(todo) do -- none in an error
     redis.call('PEXPIRE', spool_key(job, chunk), DAMAGED_TTL_MS)
   end
-  redis.call('UNLINK', job_key(job, 'live'))
+  redis.call('UNLINK', job_key(job, 'live'), job_key(job, 'todo'))
   local state = redis.pcall('HGET', job_key(job), 'state')
   if type(state) == 'table' then
     redis.call('ZREM', key.jobs, job)

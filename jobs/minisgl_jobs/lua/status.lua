@@ -4,7 +4,7 @@
 -- ARGV[1]  job
 --
 -- Returns false when there is no such job, else {the job's hash as fields and values, leases as chunk, worker, deadline
--- and number of spooled results each, number of live workers, 1 when the queue is paused, server time in ms, number of
+-- and number of spooled results each, what live workers say of themselves, 1 when the queue is paused, server time in ms, number of
 -- spooled results of (the first of) the chunks that are to be handed out again}.
 
 local job = ARGV[1]
@@ -34,5 +34,8 @@ local num_waiting = 0
 for _, chunk in ipairs(redis.call('LRANGE', job_key(job, 'todo'), 0, MAX_LOOKS - 1)) do
   num_waiting = num_waiting + num_spooled(chunk)
 end
-local num_workers = redis.call('ZCOUNT', key.workers, now_ms, '+inf')
-return {fields, leases, num_workers, redis.call('EXISTS', key.paused), now_ms, num_waiting}
+local infos = {}
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', key.workers, now_ms, '+inf')) do
+  table.insert(infos, redis.call('MGET', worker_key(worker))[1] or '') -- unlike GET it passes over what is no string
+end
+return {fields, leases, infos, redis.call('EXISTS', key.paused), now_ms, num_waiting}
