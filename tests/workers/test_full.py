@@ -164,7 +164,7 @@ def test_another_job_says_what_it_waits_for(
         def waiting() -> str:
             worker.info = msgspec.structs.replace(worker.info, trouble=worker.delivery.trouble)
             worker.delivery._due["heartbeat"] = 0.0
-            worker.tick()
+            worker.delivery.tick(worker.info, take=False)  # the other job isn't to be taken before the error
             return other.status().waiting
 
         assert wait_for("the reason", waiting).startswith(f"group-1 takes no chunks: {tmp_path}/full/.part-")
