@@ -23,19 +23,9 @@ from minisgl_jobs.dataset import SUCCESS, read_dataset
 from minisgl_jobs.model import JobState
 from minisgl_jobs.parts import write_part
 from minisgl_workers import loading, part_writer
-from minisgl_workers.embedded_redis import EmbeddedRedis
 from minisgl_workers.part_writer import MAX_UNCOMMITTED
 from tests.jobs.helpers import wait_for
-from tests.workers.delivering import Group, group
-
-MODEL = "some/model"
-
-
-@pytest.fixture
-def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
-    assert client.dbsize() == 0
-    with Client(redis_server.url) as made:
-        yield made
+from tests.workers.delivering import MODEL, Group, group
 
 
 def test_a_full_redis_stops_intake_drains_and_loses_nothing(
@@ -179,7 +169,7 @@ def test_another_job_says_what_it_waits_for(
         def waiting() -> str:
             worker.info = msgspec.structs.replace(worker.info, trouble=worker.delivery.trouble)
             worker.delivery._due["heartbeat"] = 0.0
-            worker.tick()
+            worker.delivery.tick(worker.info, take=False)  # the other job isn't to be taken before the error
             return other.status().waiting
 
         assert wait_for("the reason", waiting) == "group-1 takes no chunks: /full is full"
