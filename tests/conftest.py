@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from minisgl_batch.client import Client
 from minisgl_jobs.connection import connect
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.redis_leaks import leaked_keys
@@ -58,3 +59,11 @@ def client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
     leaked = leaked_keys(connection)
     connection.close()
     assert not leaked, f"keys that would stay in Redis for ever: {leaked}"
+
+
+@pytest.fixture
+def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
+    """A client of an empty Redis."""
+    assert client.dbsize() == 0
+    with Client(redis_server.url) as made:
+        yield made

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 import redis
 
-from minisgl_batch.errors import QueueError, RedisFullError, RedisUnavailableError
+from minisgl_batch.errors import DamagedJobError, QueueError, RedisFullError, RedisUnavailableError
 from minisgl_jobs.keys import QueueKeys, queue_name
 from minisgl_jobs.model import RowError
 from minisgl_jobs.scripts import Scripts, redis_errors
@@ -97,6 +97,7 @@ class TokenPublisher:
         self._unwatched: set[str] = set()
         self._buffers: dict[str, list[RowDelta]] = {}
         self._snapshots: set[str] = set()
+        self._unsendable: set[str] = set()  # jobs whose stream isn't ours
         self._next_poll = 0.0
         self._quiet_until = 0.0
 
@@ -114,6 +115,7 @@ class TokenPublisher:
         for job in known - active:
             self._watches.pop(job, None)
             self._unwatched.discard(job)
+            self._unsendable.discard(job)
         if now >= self._next_poll:
             self._next_poll = now + POLL_S
             return self._look(sorted(active))
@@ -169,7 +171,13 @@ class TokenPublisher:
         for part in parts:
             message = _encoder.encode(TokenMessage(part, is_snapshot and part is parts[-1]))
             limits = (MAX_STREAM_MESSAGES, int(STREAM_TTL_S * 1000))
-            self._scripts.run("publish", self._keys.prefix, job, message, *limits)
+            try:
+                self._scripts.run("publish", self._keys.prefix, job, message, *limits)
+            except DamagedJobError as error:
+                if job not in self._unsendable:
+                    self._unsendable.add(job)
+                    logger.warning("nobody can read the tokens of job %s: %s", job, error)
+                return
 
     def _give_up(self, error: QueueError) -> None:
         """Forget who watches, so that the next look finds them as new and in need of snapshots."""

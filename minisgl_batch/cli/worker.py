@@ -24,7 +24,7 @@ from minisgl_batch.errors import InvalidParameterError, UsageError
 from minisgl_jobs.connection import safe_url
 from minisgl_jobs.leases import LEASE_S
 from minisgl_jobs.roots import SEPARATOR, VARIABLE
-from minisgl_workers.options import DRAIN_S, HANG_S, Node, WorkerOptions
+from minisgl_workers.options import DRAIN_S, HANG_S, INPUT_S, Node, WorkerOptions
 
 _ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq")
 
@@ -64,6 +64,13 @@ class Root(click.types.StringParamType):
     default=HANG_S,
     show_default=True,
     help="A process that has work and makes no progress for so many seconds hangs: the group is started again.",
+)
+@click.option(
+    "--input-s",
+    type=Number(min=1),
+    default=INPUT_S,
+    show_default=True,
+    help="A job whose input doesn't give a chunk's rows in so many seconds is left to other workers for a while.",
 )
 @click.option(
     "--groups",
@@ -161,7 +168,9 @@ def worker_options(options: dict[str, Any], redis_url: str, node: Node | None = 
     Raises:
         InvalidParameterError: a value can't be used; names the field.
     """
-    given = {name: options[name] for name in ("lease_s", "drain_s", "hang_s", "allow_roots") if name in options}
+    given = {
+        name: options[name] for name in ("lease_s", "drain_s", "hang_s", "input_s", "allow_roots") if name in options
+    }
     return WorkerOptions(
         engine=engine_config(options),
         redis_url=redis_url,

@@ -11,6 +11,7 @@ import redis
 from minisgl_batch.errors import DamagedJobError
 from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
 from minisgl_jobs.queue import JobQueue
+from minisgl_jobs.streams import RowDelta, TokenPublisher
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.jobs.helpers import MODEL, make_spec, submit
 from tests.jobs.helpers import worker as make_worker
@@ -108,3 +109,20 @@ def test_foreign_entries_of_a_token_stream(
     thread.join()
     seen.check(world.results)
     assert [message.endswith("they are passed over") for message in caplog.messages] == [True]
+
+
+def test_a_foreign_key_in_place_of_a_token_stream(client: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:
+    queue, publisher = JobQueue(client), TokenPublisher(client, MODEL)
+    bad, good = (submit(queue, make_spec()).job_id for _ in range(2))
+    client.set(KEYS.job(bad, "tokens"), "text", px=60_000)
+    for job in (bad, good):
+        client.set(KEYS.job(job, "watch"), "x", px=60_000)
+    assert publisher.poll([bad, good]) == {bad, good}
+    for _ in range(2):
+        for job in (bad, good):
+            publisher.add(job, RowDelta(0, 0, 1, 0, "a"))
+        publisher.flush()
+    assert client.xlen(KEYS.job(good, "tokens")) == 2
+    assert [message.startswith(f"nobody can read the tokens of job {bad}: ") for message in caplog.messages] == [True]
+    for job in (bad, good):
+        queue.cancel(job)

@@ -6,12 +6,10 @@ import json
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
 
 from minisgl_batch.client import Client
@@ -25,13 +23,6 @@ from tests.processes import environment
 
 MODEL = "some/model"
 QUEUE = queue_name(MODEL)
-
-
-@pytest.fixture
-def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
-    assert client.dbsize() == 0
-    with Client(redis_server.url) as made:
-        yield made
 
 
 def rq_info(url: str, *options: str) -> str:

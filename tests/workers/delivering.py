@@ -24,6 +24,8 @@ from minisgl_workers.lease_keeper import LeaseKeeper
 from minisgl_workers.work import ChunkWork
 from tests.jobs.helpers import wait_for
 
+MODEL = "some/model"
+
 
 class Group:
     """Attributes: ran: (row, sample) of all that was generated, in order."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,25 +24,10 @@ from minisgl_jobs.spool import encode_result
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from minisgl_workers.work import ChunkWork
 from tests.jobs.helpers import expire, taken, wait_for
-from tests.workers.delivering import Group, group
+from tests.workers.delivering import MODEL, Group
 from tests.workers.echo_group import MODEL as ECHO
 from tests.workers.echo_group import start_echo_group
 from tests.workers.echo_rank import EchoConfig
-
-MODEL = "some/model"
-
-
-@pytest.fixture
-def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
-    assert client.dbsize() == 0
-    with Client(redis_server.url) as made:
-        yield made
-
-
-@pytest.fixture
-def running(client: redis.Redis) -> Iterator[Group]:
-    with group(client, MODEL) as made:
-        yield made
 
 
 def leave(client: redis.Redis) -> None:

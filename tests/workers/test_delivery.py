@@ -16,19 +16,9 @@ from minisgl_batch.client import Client
 from minisgl_jobs.connection import connect
 from minisgl_jobs.dataset import read_dataset
 from minisgl_jobs.model import JobState
-from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.jobs.helpers import expire, wait_for
 from tests.jobs.own_server import OwnServer
-from tests.workers.delivering import Group, group, part_bytes
-
-MODEL = "some/model"
-
-
-@pytest.fixture
-def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
-    assert client.dbsize() == 0
-    with Client(redis_server.url) as made:
-        yield made
+from tests.workers.delivering import MODEL, Group, group, part_bytes
 
 
 @pytest.fixture

@@ -18,23 +18,14 @@ import pytest
 import redis
 
 from minisgl_batch.client import Client
+from minisgl_batch.errors import OutputError
 from minisgl_jobs.dataset import SUCCESS, read_dataset
 from minisgl_jobs.model import JobState
 from minisgl_jobs.parts import write_part
 from minisgl_workers import loading, part_writer
-from minisgl_workers.embedded_redis import EmbeddedRedis
 from minisgl_workers.part_writer import MAX_UNCOMMITTED
 from tests.jobs.helpers import wait_for
-from tests.workers.delivering import Group, group
-
-MODEL = "some/model"
-
-
-@pytest.fixture
-def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
-    assert client.dbsize() == 0
-    with Client(redis_server.url) as made:
-        yield made
+from tests.workers.delivering import MODEL, Group, group
 
 
 def test_a_full_redis_stops_intake_drains_and_loses_nothing(
@@ -163,21 +154,25 @@ def test_a_limit_on_files_pauses_intake_as_a_full_disk_does(
 def test_another_job_says_what_it_waits_for(
     api: Client, client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part_writer, "RETRY_S", 0.0)
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OutputError("/full is full")
+
+    monkeypatch.setattr(part_writer, "RETRY_S", 0.1)
     worker = Group(client, MODEL)
     api.submit(["a"], model=MODEL, output=tmp_path / "full")
-    work = worker.take()
-    other = api.submit(["b"], model=MODEL, output=tmp_path / "other")
-    with limited_file_size(tmp_path):
-        worker.run(work)
+    with monkeypatch.context() as patch:
+        patch.setattr(part_writer, "write_part", refuse)
+        worker.run(worker.take())
+        wait_for("the trouble", lambda: worker.tick() or worker.delivery.trouble)
+        other = api.submit(["b"], model=MODEL, output=tmp_path / "other")
 
         def waiting() -> str:
             worker.info = msgspec.structs.replace(worker.info, trouble=worker.delivery.trouble)
             worker.delivery._due["heartbeat"] = 0.0
-            worker.tick()
+            worker.delivery.tick(worker.info, take=False)  # the other job isn't to be taken before the error
             return other.status().waiting
 
-        assert wait_for("the reason", waiting).startswith(f"group-1 takes no chunks: {tmp_path}/full/.part-")
+        assert wait_for("the reason", waiting) == "group-1 takes no chunks: /full is full"
     worker.info = msgspec.structs.replace(worker.info, trouble="")
     worker.run_all()
     worker.delivery.hand_back()

@@ -33,13 +33,6 @@ NUM_TOKENS = 8
 
 
 @pytest.fixture
-def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
-    assert client.dbsize() == 0
-    with Client(redis_server.url) as made:
-        yield made
-
-
-@pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     with OwnServer(tmp_path_factory.mktemp("redis")) as own:
         yield own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -25,23 +24,10 @@ from minisgl_jobs.reader import JobChanged
 from minisgl_jobs.tasks import make_task_worker, start_id, task_queue
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.jobs.helpers import wait_for
-from tests.workers.delivering import Group, group
+from tests.workers.delivering import MODEL, Group, group
 
-MODEL, OTHER = "some/model", "other"
+OTHER = "other"
 FAR = timedelta(days=30)
-
-
-@pytest.fixture
-def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
-    assert client.dbsize() == 0
-    with Client(redis_server.url) as made:
-        yield made
-
-
-@pytest.fixture
-def running(client: redis.Redis) -> Iterator[Group]:
-    with group(client, MODEL) as made:
-        yield made
 
 
 @pytest.fixture

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
 
 from minisgl_batch.client import Client, JobHandle
@@ -17,16 +15,7 @@ from minisgl_jobs.outbox import RETENTION_S
 from minisgl_jobs.tasks import make_task_worker, task_queue
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.jobs.helpers import wait_for
-from tests.workers.delivering import Group, group
-
-MODEL = "some/model"
-
-
-@pytest.fixture
-def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
-    assert client.dbsize() == 0
-    with Client(redis_server.url) as made:
-        yield made
+from tests.workers.delivering import MODEL, Group, group
 
 
 class Service:

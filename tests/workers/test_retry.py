@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,10 @@ from minisgl_jobs.owner import OWNER
 from minisgl_jobs.parts import part_name
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.spool import encode_result
-from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.jobs.helpers import expire, wait_for
-from tests.workers.delivering import Group, group, part_bytes
+from tests.workers.delivering import MODEL, Group, part_bytes
 
-MODEL = "some/model"
 FAILING = {1, 2, 9}
-
-
-@pytest.fixture
-def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
-    assert client.dbsize() == 0
-    with Client(redis_server.url) as made:
-        yield made
-
-
-@pytest.fixture
-def running(client: redis.Redis) -> Iterator[Group]:
-    with group(client, MODEL) as made:
-        yield made
 
 
 def run_partial(api: Client, running: Group, folder: Path, *, n: int = 1) -> str:

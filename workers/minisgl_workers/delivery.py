@@ -25,6 +25,7 @@ from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.tasks import TaskQueue, dispatch_finalise, dispatch_starts
 from minisgl_workers.lease_keeper import LeaseKeeper
 from minisgl_workers.loading import ChunkLoader
+from minisgl_workers.options import INPUT_S
 from minisgl_workers.part_writer import PartRenamer, PartWriter
 from minisgl_workers.work import ChunkWork
 
@@ -61,12 +62,14 @@ class Delivery:
         *,
         low_water: int,
         roots: AllowedRoots | None = None,
+        input_s: float = INPUT_S,
     ) -> None:
         """
         Args:
             keeper: renews the leases.
             low_water: take chunks while fewer samples than this are unfinished; half of them are taken ahead.
             roots: what inputs and outputs may be used; by default all.
+            input_s: as `WorkerOptions`'.
         """
         self._queue = queue
         self._keeper = keeper
@@ -74,7 +77,7 @@ class Delivery:
         self._tasks = tasks
         self._held = HeldJobs(tasks.connection, outbox.queue)
         self._low_water = low_water
-        self._loader = ChunkLoader(roots)
+        self._loader = ChunkLoader(roots, limit_s=input_s)
         self._writer = PartWriter(roots)
         self._renamer = PartRenamer(roots)
         self._written: list[tuple[ChunkWork, Place]] = []  # on disk, to be committed

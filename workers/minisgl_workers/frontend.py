@@ -277,6 +277,7 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
         task_queue(client, name),
         low_water=2 * ready.max_running,
         roots=AllowedRoots(options.allow_roots),
+        input_s=options.input_s,
     )
     info = WorkerInfo(
         worker_id=config.worker_id,

@@ -22,13 +22,13 @@ from minisgl_jobs.places import Place
 from minisgl_jobs.references import ChunkReader
 from minisgl_jobs.retry import results_to_keep
 from minisgl_jobs.roots import AllowedRoots
+from minisgl_workers.options import INPUT_S
 from minisgl_workers.work import ChunkWork
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 5.0  # before a job that couldn't be read here is tried again
 LONGEST_PAUSE_S = 60.0
-LOADING_LIMIT_S = 60.0
 SLOW_S = 1.0  # a chunk that is read for longer no longer counts as one that is about to run
 MAX_IDLE = 4  # readers that are kept, with their open inputs
 
@@ -117,7 +117,7 @@ class ChunkLoader:
         lost: chunks whose job's folder is another job's by now, and what says so; the caller empties the list.
     """
 
-    def __init__(self, roots: AllowedRoots | None = None, *, limit_s: float = LOADING_LIMIT_S) -> None:
+    def __init__(self, roots: AllowedRoots | None = None, *, limit_s: float = INPUT_S) -> None:
         """
         Args:
             roots: what inputs and outputs may be used; by default all.

@@ -10,6 +10,7 @@ from minisgl_jobs.leases import LEASE_S
 
 DRAIN_S = 20.0
 HANG_S = 300.0
+INPUT_S = 60.0
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -37,6 +38,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
         drain_s: how long running rows may go on after the first SIGTERM before they are handed back.
         hang_s: a process of the group that has work and makes no progress for so long is taken for hanging, and the
             group is started again. More than the longest step takes, the compilation of kernels in it included.
+        input_s: how long reading one chunk's rows may take before its job is left to other workers; twice as long after
+            each time that this was too short.
         node: which host of a group over several hosts this is.
         allow_roots: folders and URLs that inputs and outputs must lie under; none: they may lie anywhere.
     """
@@ -47,6 +50,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = LEASE_S
     drain_s: float = DRAIN_S
     hang_s: float = HANG_S
+    input_s: float = INPUT_S
     node: Node | None = None
     allow_roots: tuple[str, ...] = ()
 

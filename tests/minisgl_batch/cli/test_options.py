@@ -56,7 +56,7 @@ def test_defaults_are_those_of_the_config(started: list[WorkerOptions]) -> None:
 def test_every_engine_option_as_flag_and_in_the_environment(started: list[WorkerOptions]) -> None:
     flags = [arg for name, value in VALUES.items() for arg in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--overlap", "--mixed", "--no-share-prefixes", "--no-pynccl", "--dummy-weights"]
-    start(*flags, "--served-model-name", "x", "--drain-s", "3")
+    start(*flags, "--served-model-name", "x", "--drain-s", "3", "--input-s", "7")
     env = {f"MINISGL_{name.upper()}": str(value) for name, value in VALUES.items()}
     switches = {
         "OVERLAP": "1",
@@ -73,7 +73,7 @@ def test_every_engine_option_as_flag_and_in_the_environment(started: list[Worker
     tested = {"model", "overlap", "mixed", "share_prefixes", "pynccl", "dummy_weights", *VALUES}
     assert {field.name for field in fields(EngineConfig)} == tested
     by_flag, by_env = started
-    assert by_flag == WorkerOptions(engine=engine, redis_url=URL, served_model_name="x", drain_s=3.0)
+    assert by_flag == WorkerOptions(engine=engine, redis_url=URL, served_model_name="x", drain_s=3.0, input_s=7.0)
     assert by_env == WorkerOptions(engine=engine, redis_url=URL, served_model_name="x")
 
 

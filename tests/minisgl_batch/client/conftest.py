@@ -6,22 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import redis
 
 from minisgl_batch.client import Client, JobHandle
 from minisgl_jobs.model import RowResult
-from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.minisgl_batch.echo_worker import MODEL
 
 DEADLINE_S = 20.0
-
-
-@pytest.fixture
-def api(client: redis.Redis, redis_server: EmbeddedRedis) -> Iterator[Client]:
-    """A client of an empty Redis."""
-    assert client.dbsize() == 0
-    with Client(redis_server.url) as made:
-        yield made
 
 
 @pytest.fixture
