@@ -297,8 +297,8 @@ def _parse_lease(token: str, reply: list[Any]) -> Lease:
         lease = _lease(token, reply)
     except Exception as error:  # whatever decoding raises: anybody may have put it there
         raise DamagedJobError(f"chunk {_text(reply[2])}: {type(error).__name__}: {error}") from error
-    if not 0 <= lease.chunk < lease.spec.num_chunks or lease.spec.job_id != _text(reply[1]):
-        raise DamagedJobError(f"chunk {lease.chunk} is none of job {lease.spec.job_id}")
+    if not 0 <= lease.chunk < lease.spec.num_chunks or lease.spec.job_id != _text(reply[1]) or lease.epoch < 0:
+        raise DamagedJobError(f"chunk {lease.chunk} of epoch {lease.epoch} is none of job {lease.spec.job_id}")
     return lease
 
 

@@ -16,7 +16,7 @@ from minisgl_jobs.model import JobSpec, JobState, Row, RowResult
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.spool import encode_batch, encode_result, sample_name
 from minisgl_workers.embedded_redis import EmbeddedRedis
-from tests.jobs.helpers import MODEL, make_spec, wait_for
+from tests.jobs.helpers import MODEL, make_spec, wait_for, worker
 from tests.workers.delivering import Group, group
 from tests.workers.echo_group import MODEL as ECHO
 from tests.workers.echo_group import start_echo_group
@@ -48,7 +48,10 @@ DAMAGE: dict[str, Plant] = {
     "a spec of another type": field("spec", b"\x01"),
     "num_chunks": field("num_chunks", "abc"),
     "next": field("next", "zz"),
+    "next beyond all numbers": field("next", "1e300"),
+    "num_chunks beyond all numbers": field("num_chunks", "1e300"),
     "epoch": field("epoch", "x"),
+    "a negative epoch": field("epoch", "-1"),
     "a chunk beyond the last": lambda client, key: client.rpush(key("todo"), "7"),
     "more chunks than rows": field("num_chunks", "9"),
     "poison that isn't JSON": poison("not json"),
@@ -129,6 +132,14 @@ def test_a_record_of_another_type_leaves_the_queue(client: redis.Redis, tmp_path
     assert client.zscore(keys.part("jobs"), "bad") is None
     JobQueue(client).purge("bad")
     assert not client.exists(keys.job("bad"))
+
+
+@pytest.mark.parametrize("count", ["1e300", "inf", "nan", "-1", "0.5", ""])
+def test_an_audit_ends_whatever_the_counts_say(client: redis.Redis, tmp_path: Path, count: str) -> None:
+    """Redis does nothing else meanwhile."""
+    damage(client, put(client, spec_in(tmp_path, "bad")), field("next", count))
+    assert worker(client).audit() == 0
+    assert JobQueue(client).status("bad").state is JobState.FAILED
 
 
 @pytest.mark.parametrize("part", ["", "live", "poison"])

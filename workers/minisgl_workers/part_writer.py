@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pyarrow as pa
 
-from minisgl_batch.errors import OutputDeniedError, OutputError, OutputLostError, OutputNotAllowedError
+from minisgl_batch.errors import DamagedJobError, OutputDeniedError, OutputError, OutputLostError, OutputNotAllowedError
 from minisgl_jobs.dataset import check_dataset
 from minisgl_jobs.kept import add_columns
 from minisgl_jobs.leases import Lease
@@ -95,7 +95,7 @@ class PartWriter:
                 self.denied.append((work, str(error)))
             except OutputError as error:
                 self._refuse(work, error)
-            except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
+            except (DamagedJobError, ValueError, TypeError, OverflowError, pa.ArrowException) as error:
                 self.drop(work)
                 self.damaged.append((work, f"chunk {work.lease.chunk} can't be written: {error}"))
             else:
@@ -175,7 +175,7 @@ def _rename(lease: Lease, roots: AllowedRoots) -> None:
 def _succeeded(renaming: Future[None]) -> bool:
     try:
         renaming.result()
-    except OutputError as error:
+    except (OutputError, DamagedJobError) as error:
         logger.error("finalise will do this rename: %s", error)
         return False
     return True

@@ -37,7 +37,7 @@ local function restore_turn(job)
     return
   end
   local fields = redis.call('HMGET', job_key(job), 'priority', 'next', 'num_chunks')
-  local next_, num_chunks = tonumber(fields[2]), tonumber(fields[3])
+  local next_, num_chunks = chunk_counts(fields[2], fields[3])
   local num_live, num_todo = redis.call('HLEN', job_key(job, 'live')), redis.call('LLEN', job_key(job, 'todo'))
   local num_known = redis.call('BITCOUNT', job_key(job, 'done')) + num_live + num_todo
   if num_known < next_ or (next_ == num_chunks and num_live + num_todo == 0) then

@@ -145,6 +145,7 @@ end
 -- its second answer; every other error goes on.
 local DAMAGE = {
   'WRONGTYPE', 'not an integer', 'not a valid float', 'bit offset', 'attempt to', 'bad argument', 'Expected ',
+  'no count of chunks',
 }
 local function guarded(step, ...)
   local went_well, answer = pcall(step, ...)
@@ -158,6 +159,16 @@ local function guarded(step, ...)
     end
   end
   error(answer, 0)
+end
+
+-- The numbers of chunks handed out once and in all. Scripts loop over them, and nothing else runs meanwhile.
+local MAX_CHUNKS = 10000000
+local function chunk_counts(next_, num_chunks)
+  local first, last = tonumber(next_), tonumber(num_chunks)
+  if not (first and last and first >= 0 and first <= last and last <= MAX_CHUNKS and first % 1 == 0) then
+    error(tostring(next_) .. ' of ' .. tostring(num_chunks) .. ' is no count of chunks', 0)
+  end
+  return first, last
 end
 
 -- Takes a job with damaged records out of the queue, as failed where that can be written. All of its keys end by

@@ -171,7 +171,7 @@ end
 -- Hands out the job's next chunk and moves the job in its ring, or out of it; nil when it has none for this worker.
 local function take_from(job, priority, is_new)
   local fields = redis.call('HMGET', job_key(job), 'state', 'schema', 'next', 'num_chunks')
-  local state, num_chunks = fields[1], tonumber(fields[4])
+  local state = fields[1]
   if state ~= 'queued' and state ~= 'running' then
     redis.call('ZREM', ring_key(priority), job)
     return nil
@@ -180,7 +180,8 @@ local function take_from(job, priority, is_new)
     redis.call('DEL', turn_key(priority)) -- it had its turn: new jobs are not to wait for it
     return nil
   end
-  local chunk, next_ = choose(job, tonumber(fields[3]), num_chunks)
+  local chosen_from, num_chunks = chunk_counts(fields[3], fields[4])
+  local chunk, next_ = choose(job, chosen_from, num_chunks)
   local taken = chunk and grant(job, chunk)
   if chunk and chunk == redis.call('LINDEX', job_key(job, 'todo'), 0) then
     redis.call('LPOP', job_key(job, 'todo'))
