@@ -21,7 +21,6 @@ from minisgl_batch.errors import (
     OutputError,
     OutputLostError,
     OutputNotAllowedError,
-    OutputTakenError,
     SchemaVersionError,
 )
 from minisgl_batch.sampling_params import SamplingParams
@@ -41,7 +40,7 @@ from minisgl_jobs.dataset import (
     reopen_dataset,
 )
 from minisgl_jobs.model import InputInfo, JobSpec, JobState, RowResult
-from minisgl_jobs.owner import OWNER, claim_output, output_owner, read_owner, release_output, take_output
+from minisgl_jobs.owner import OWNER, claim_output, read_owner, take_output
 from minisgl_jobs.parts import (
     PartInfo,
     commit_part,
@@ -350,25 +349,6 @@ def test_what_a_new_job_may_write_to(tmp_path: Path) -> None:
             check_output(tmp_path, overwrite=overwrite)
 
 
-def test_a_folder_is_the_output_of_one_job_at_a_time(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "out"
-    claim_output(folder, "a")
-    claim_output(folder, "a")
-    with pytest.raises(OutputError, match="the output of job a, which hasn't ended"):
-        claim_output(folder, "b")
-    with pytest.raises(OutputError, match="the output of job a, which hasn't ended: choose another folder"):
-        check_output(folder)
-    check_output(folder, job_id="a")  # the same job once more
-    with pytest.raises(OutputError, match="the output of job a"):
-        check_output(folder, job_id="b")
-    check_output(folder, overwrite=True)
-    release_output(folder, "b")
-    assert os.listdir(folder) == [OWNER]
-    release_output(folder, "a")
-    release_output(folder, "a")
-    check_output(folder)
-
-
 @pytest.mark.parametrize("state", [JobState.FINISHED, JobState.CANCELED])
 def test_a_job_that_has_ended_lets_its_folder_go(tmp_path: Path, state: JobState) -> None:
     claim_output(tmp_path, "j")
@@ -388,16 +368,6 @@ def test_manifest_counts_tokens(tmp_path: Path) -> None:
         commit_part(tmp_path, chunk, 0, "t")
     manifest = make(tmp_path, 2, JobState.FINISHED)
     assert (manifest.prompt_tokens, manifest.cached_tokens, manifest.completion_tokens) == (20, 8, 14)
-
-
-def test_one_of_several_jobs_takes_a_folder_from_one_that_is_over(tmp_path: Path) -> None:
-    """The second has looked before the first took it."""
-    claim_output(tmp_path, "over")
-    take_output(tmp_path, "first", "over")
-    with pytest.raises(OutputTakenError, match="the output of job first"):
-        take_output(tmp_path, "second", "over")
-    assert [path.name for path in tmp_path.iterdir()] == [OWNER]
-    assert output_owner(tmp_path) == "first"
 
 
 def test_a_claim_gets_its_job_later(tmp_path: Path) -> None:

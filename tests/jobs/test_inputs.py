@@ -1,4 +1,7 @@
-"""Inputs of every kind: what rows they give, what is wrong with them, and that chunks are read again where they lie."""
+"""Inputs of every kind: what rows they give, what is wrong with them, and that chunks are read again where they lie.
+
+Over 400 lines since all of it runs over the same inputs, one of each format.
+"""
 
 from __future__ import annotations
 
