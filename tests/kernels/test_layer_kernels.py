@@ -74,7 +74,7 @@ def test_add_rms_norm_reads_strided_rows(device: torch.device) -> None:
 
 @in_all_dtypes
 def test_silu_and_mul(device: torch.device, dtype: torch.dtype) -> None:
-    for width in (3072, 17408, 1000) if device.type == "cuda" else (random.randrange(1, 40), 1504):
+    for width in (3072, 17408, 1000) if device.type == "cuda" else (random.randrange(2, 40), 1504):
         num_tokens = random.choice((1, 256, 5000)) if device.type == "cuda" else random.randrange(1, 4)
         gate_up = randn(num_tokens, 2 * width, dtype=dtype, device=device, scale=4.0)
         gate_up[0, 0] = -1e4  # where exp(-gate) overflows
