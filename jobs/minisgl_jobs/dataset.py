@@ -17,7 +17,7 @@ import pyarrow as pa
 from minisgl_batch._version import __version__
 from minisgl_batch.errors import OutputError, OutputLostError, OutputTakenError, SchemaVersionError
 from minisgl_batch.sampling_params import SamplingParams
-from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, check_schema_version
+from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, decode_record
 from minisgl_jobs.owner import ASIDE, OWNER, claim_output, output_owner, release_output
 from minisgl_jobs.parts import (
     PART_PATTERN,
@@ -199,9 +199,7 @@ def read_manifest(folder: Place) -> Manifest | None:
     """
     path = folder / MANIFEST
     try:
-        content = path.read_bytes()
-        check_schema_version(msgspec.json.decode(content, type=_Versioned).schema_version, str(path))
-        return msgspec.json.decode(content, type=Manifest)
+        return decode_record(path.read_bytes(), Manifest, str(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.DecodeError) as error:
@@ -330,7 +328,3 @@ def _is_ours(name: str) -> bool:
     unfinished = name.startswith((f".{MANIFEST}.", f".{SUCCESS}.", ASIDE))
     is_part = any(pattern.fullmatch(name) for pattern in (PART_PATTERN, PENDING_PATTERN))
     return unfinished or is_part or name in (MANIFEST, SUCCESS, OWNER)
-
-
-class _Versioned(msgspec.Struct):
-    schema_version: int = SCHEMA_VERSION

@@ -7,12 +7,14 @@ Parquet or torch.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from minisgl_batch.errors import SchemaVersionError
 from minisgl_batch.sampling_params import SamplingParams
+
+_Record = TypeVar("_Record")
 
 SCHEMA_VERSION = 1
 MAX_CHUNK_ROWS = 256
@@ -193,6 +195,21 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     finished_at: float = 0.0
     ttft_ms: float | None = None
     metadata: str = ""
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: int = SCHEMA_VERSION
+
+
+def decode_record(content: bytes, kind: type[_Record], what: str) -> _Record:
+    """A record in JSON, whose version is looked at before anything else of it.
+
+    Raises:
+        SchemaVersionError: another release wrote it.
+        msgspec.DecodeError: it is damaged.
+    """
+    check_schema_version(msgspec.json.decode(content, type=_Versioned).schema_version, what)
+    return msgspec.json.decode(content, type=kind)
 
 
 def check_schema_version(version: int, what: str) -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 import msgspec
 
 from minisgl_batch.errors import OutputError, OutputTakenError
-from minisgl_jobs.model import SCHEMA_VERSION, JobSpec, check_schema_version
+from minisgl_jobs.model import JobSpec, decode_record
 from minisgl_jobs.parts import remove_file, write_file
 from minisgl_jobs.places import Place, create, make_folder, move, remove
 
@@ -91,10 +91,7 @@ def read_owner(folder: Place) -> JobSpec | None:
     path = folder / OWNER
     try:
         record = path.read_bytes().partition(b"\n")[2]
-        if not record:
-            return None
-        check_schema_version(msgspec.json.decode(record, type=_Versioned).schema_version, str(path))
-        return msgspec.json.decode(record, type=JobSpec)
+        return decode_record(record, JobSpec, str(path)) if record else None
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.DecodeError) as error:
@@ -109,7 +106,3 @@ def release_output(folder: Place, job_id: str) -> None:
     """
     if output_owner(folder) == job_id:
         remove_file(folder / OWNER)
-
-
-class _Versioned(msgspec.Struct):
-    schema_version: int = SCHEMA_VERSION

@@ -1,7 +1,8 @@
 """The layer kernels in CUDA C++, compiled at first use for the GPU at hand, through apache-tvm-ffi.
 
-They do what the Triton kernels of the same names do, and a launch takes the host a third of the time, which counts in
-steps that no CUDA graph holds. For Hopper; elsewhere, and where nvcc, ninja or tvm-ffi is missing, Triton's run.
+But for `paged_decode` they do what the Triton kernels of the same names do, and a launch takes the host a third of the
+time, which counts in steps that no CUDA graph holds. For Hopper; elsewhere, and where nvcc, ninja or tvm-ffi is
+missing, Triton's run.
 """
 
 from __future__ import annotations

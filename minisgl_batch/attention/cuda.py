@@ -31,7 +31,6 @@ class CudaDecode(OwnPagesPart):
             num_workers: as for `make_workspace`.
         """
         self._pool = pool
-        self._heads = heads
         self._buffers = buffers
         self._workspace = make_workspace(
             buffers.max_rows,

@@ -46,10 +46,10 @@ def _job_of_client(
     method: Callable[Concatenate[Client, P], JobHandle],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, AsyncJobHandle]]:
     """A method of the Client that answers a job, awaited."""
+    answer = _of_client(method)
 
     async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncJobHandle:
-        client = await self._connected()
-        return AsyncJobHandle(await asyncio.to_thread(method, client, *args, **kwargs))
+        return AsyncJobHandle(await answer(self, *args, **kwargs))
 
     update_wrapper(call, method)
     return call

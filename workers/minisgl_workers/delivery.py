@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 from minisgl_batch.errors import RedisFullError, RedisUnavailableError
 from minisgl_jobs.held import HeldJobs
@@ -30,6 +31,8 @@ from minisgl_workers.part_writer import PartRenamer, PartWriter
 from minisgl_workers.work import ChunkWork
 
 logger = logging.getLogger(__name__)
+
+_Item = TypeVar("_Item")
 
 CANCEL_S = 0.02  # between looks for jobs that were canceled
 SPOOL_S = 0.1  # a crash costs the rows that finished since
@@ -259,28 +262,23 @@ class Delivery:
             work.is_written = True
             self._written.append((work, path))
         self._pass_on()
-        while self._written:
-            self._commit_part(*self._written[0])
-            del self._written[0]  # only now: when Redis is away it is tried again
+        for work, path in _in_turn(self._written):
+            self._commit_part(work, path)
 
     def _pass_on(self) -> None:
         """Chunks whose folder can't be written from here go back with their results, for workers that can.
 
         Those whose results can't be written at all end their job.
         """
-        while self._writer.damaged:
-            work, reason = self._writer.damaged[0]
+        for work, reason in _in_turn(self._writer.damaged):
             if not work.is_stopped:
                 self._queue.fail(work.job_id, reason)
                 self._drop(work)
-            del self._writer.damaged[0]
-        while self._writer.denied:
-            work, reason = self._writer.denied[0]
+        for work, reason in _in_turn(self._writer.denied):
             if not work.is_stopped:
                 if self._spool_work(work):
                     self._unusable.append((work.lease, self._loader.avoid(work.lease, reason)))
                 self._drop(work)
-            del self._writer.denied[0]  # only now: when Redis is away or full it is tried again
 
     def _commit_part(self, work: ChunkWork, pending: Place) -> None:
         """A part is on disk: commit its chunk."""
@@ -336,17 +334,13 @@ class Delivery:
         self.works += works
         self._unusable += unread
         self._damaged += damaged
-        while self._damaged:
-            lease, reason = self._damaged[0]
+        for lease, reason in _in_turn(self._damaged):
             self._queue.fail(lease.spec.job_id, reason)
             self._keeper.remove(lease)
-            del self._damaged[0]
         self._end_lost()
-        while self._unusable:
-            lease, reason = self._unusable[0]
+        for lease, reason in _in_turn(self._unusable):
             self._queue.handback([lease], reason=reason)
             self._keeper.remove(lease)
-            del self._unusable[0]  # only now: when Redis is away it is tried again
 
     def _end_lost(self) -> None:
         """Jobs whose folder another job has by now are over."""
@@ -355,12 +349,10 @@ class Delivery:
                 self._loader.lost.append((work.lease, reason))
                 self._drop(work)
         self._writer.lost.clear()
-        while self._loader.lost:
-            lease, reason = self._loader.lost[0]
+        for lease, reason in _in_turn(self._loader.lost):
             self._queue.give_up(lease, reason)
             self._keeper.remove(lease)
             self._due["tasks"] = 0.0
-            del self._loader.lost[0]  # only now: when Redis is away it is tried again
 
     def _has_room(self) -> bool:
         if not self.works:
@@ -396,3 +388,10 @@ class Delivery:
             logger.warning("%s; no chunk is taken, finished rows wait in memory", error)
         self._is_away = True
         self._postpone("redis", AWAY_S)
+
+
+def _in_turn(waiting: list[_Item]) -> Iterator[_Item]:
+    """Each, which leaves the list only when it has been dealt with: when Redis is away or full it is tried again."""
+    while waiting:
+        yield waiting[0]
+        del waiting[0]

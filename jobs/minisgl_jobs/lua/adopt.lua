@@ -9,11 +9,9 @@
 
 local job, ttl_ms = ARGV[1], tonumber(ARGV[2])
 
-local state = redis.call('HGET', job_key(job), 'state')
-if not state then
-  return 'gone'
-elseif state ~= 'submitting' then
-  return 'sealed'
+local refusal = refusal_to_add(job)
+if refusal then
+  return refusal
 end
 
 for i = 3, #ARGV, 2 do

@@ -8,11 +8,9 @@
 local job = ARGV[1]
 
 write_when_full()
-local state = redis.call('HGET', job_key(job), 'state')
-if not state then
-  return 'gone'
-elseif state ~= 'submitting' then
-  return 'sealed'
+local refusal = refusal_to_add(job)
+if refusal then
+  return refusal
 end
 
 for _, part in ipairs(job_parts) do

@@ -28,6 +28,17 @@ local function set_state(job, state)
   announce(job, state)
 end
 
+-- Why nothing can be added to a job: 'gone' (no such job, or it has ended by itself) or 'sealed'; nil while it is being
+-- submitted.
+local function refusal_to_add(job)
+  local state = redis.call('HGET', job_key(job), 'state')
+  if not state then
+    return 'gone'
+  elseif state ~= 'submitting' then
+    return 'sealed'
+  end
+end
+
 local function ring_bell()
   redis.call('XADD', key.bell, 'MAXLEN', '~', 16, '*', 'rung', 1)
   redis.call('PEXPIRE', key.bell, BELL_TTL_MS)
