@@ -12,6 +12,7 @@ import argparse
 import json
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -69,7 +70,7 @@ def main() -> None:
     start(bench, given.rows, given.context, 1 << 20)
     graphs = trace(bench, given.steps)
     leads, idle = [], []
-    for before, graph in zip(graphs[:-1], graphs[1:], strict=True):
+    for before, graph in pairwise(graphs):
         if len(graph.kernels) >= _KERNELS_OF_A_MODEL:
             leads.append((before.end - graph.at) / 1000)
             idle.append((graph.start - before.end) / 1000)
