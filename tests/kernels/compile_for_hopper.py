@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from minisgl_kernels import triton_support
 from minisgl_kernels.add_rms_norm import add_rms_norm
+from minisgl_kernels.adjust_logits import AdjustedRows, adjust_logits
 from minisgl_kernels.decode_inputs import DecodeInputs, PageLists, decode_inputs
 from minisgl_kernels.embedding import embedding
 from minisgl_kernels.merge_states import merge_states
@@ -79,6 +80,8 @@ def run_all(dtype: torch.dtype) -> None:
     sample_gumbel(values(4, 151_936), rows)
     sample_gumbel(values(1, 1), rows._replace(slots=rows.slots[:1]), 1)
     sample_filtered(values(4, 151_936), rows)
+    adjusted = AdjustedRows(*rows[:3], numbers(7, 99), *torch.ones(3, 7), numbers(7), numbers(7, 2048, 4))
+    adjust_logits(values(4, 151_936), adjusted)
     for num_rows, window in ((4, None), (1, 100)):
         paged = PagedRows(numbers(5, 300), numbers(num_rows), numbers(num_rows))
         paged_attention(values(num_rows, 40, 128), *pool, paged, 0.1, window)
