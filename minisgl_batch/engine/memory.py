@@ -32,8 +32,8 @@ def step_bytes(model: ModelConfig, options: EngineOptions) -> int:
     per_token = 4 * model.hidden_size + 3 * model.intermediate_size + 3 * model.num_heads * model.head_dim
     logits = options.max_running * model.vocab_size
     activations = (per_token * options.max_prefill_tokens + 2 * logits) * options.dtype.itemsize
-    # Sampling with filters works on float32 logits.
-    return activations + 4 * logits + GPU_WORKSPACE_BYTES
+    # Penalties and the like work on float32 logits and count tokens.
+    return activations + 8 * logits + GPU_WORKSPACE_BYTES
 
 
 def check_balance(available: list[int]) -> None:
