@@ -30,6 +30,16 @@ _NUM_BUFFERS = 2  # used in turn: see csrc/one_shot.cu
 _MAX_NORM_SIZE = 8192  # a vector of 8 elements for each thread of a block
 
 
+def num_blocks(num_bytes: int, max_blocks: int) -> int:
+    """Blocks that sum a tensor: each as much as its threads load at once, and more only when all have that much."""
+    return max(1, min(max_blocks, -(-num_bytes // _BLOCK_BYTES)))
+
+
+def part_bytes(max_bytes: int, max_blocks: int) -> int:
+    """Room for a block's share of any tensor of up to `max_bytes`."""
+    return max(_BLOCK_BYTES, -(-max_bytes // max_blocks // 16) * 16 + 16)
+
+
 class OneShotAllReduce:
     """One rank's end; all ranks make theirs, connect them, and call them in the same order.
 
@@ -54,7 +64,7 @@ class OneShotAllReduce:
         self._device = device.index
         self.max_bytes = max_bytes
         self._max_blocks = max_blocks
-        self._part_bytes = -(-max_bytes // max_blocks // 16) * 16 + 16
+        self._part_bytes = part_bytes(max_bytes, max_blocks)
         self._aborted = torch.zeros(1, dtype=torch.int32).pin_memory()  # the kernels read the host's memory
         handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8)
         # A header, two parts for each block, and the buffers.
@@ -106,7 +116,7 @@ class OneShotAllReduce:
             x: what `takes` allows; the same shape and type on all ranks.
         """
         out = torch.empty_like(x)
-        blocks = max(1, min(self._max_blocks, -(-x.nbytes // _BLOCK_BYTES)))
+        blocks = num_blocks(x.nbytes, self._max_blocks)
         self._functions["one_shot_all_reduce"](
             x.view(-1), out.view(-1), self._memory, self._aborted, self._rank, blocks, self._part_bytes
         )

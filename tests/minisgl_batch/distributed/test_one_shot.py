@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minisgl_batch.distributed.group import TPGroup
-from minisgl_kernels import reference
+from minisgl_kernels import one_shot, reference
 from minisgl_kernels.upcoming import NOTHING, beginning
 from tests.kernels.emulation import build_emulator, emulated, ranges, take_prefetches
 from tests.minisgl_batch.distributed.rank_pool import RankPool
@@ -70,6 +70,14 @@ def test_all_ranks_get_the_sum_in_the_order_of_ranks(size: int, rank_pool: Calla
     for sums in answers:
         for got, x in zip(sums, inputs, strict=True):
             assert torch.equal(got, reference.all_reduce(list(x)))
+
+
+@pytest.mark.parametrize("max_blocks", [1, 16, 128])
+@pytest.mark.parametrize("max_bytes", [16, 10_240, 256 << 10, 4 << 20])
+def test_every_tensor_has_room(max_bytes: int, max_blocks: int) -> None:
+    for num_bytes in (16, max_bytes, *(random.randint(1, max_bytes // 16) * 16 for _ in range(100))):
+        of_block = -(-num_bytes // 16 // one_shot.num_blocks(num_bytes, max_blocks)) * 16
+        assert of_block <= one_shot.part_bytes(max_bytes, max_blocks)
 
 
 def test_a_rank_does_not_wait_for_one_that_is_gone() -> None:
