@@ -1,4 +1,4 @@
-"""The dense pre-norm transformer: Llama, Mistral, Qwen2 and Qwen3, which differ in configuration only.
+"""The dense pre-norm transformer: Llama, Mistral, Qwen, Phi, which differ in configuration only.
 
 Module names follow Hugging Face checkpoints, with q/k/v and gate/up merged. Built by `registry.make_model`.
 
@@ -65,7 +65,8 @@ class DecoderLayer(nn.Module):
             qkv_bias=config.attention_bias,
             output_bias=config.attention_output_bias,
             qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-            window=config.sliding_window[layer],
+            window=config.window(layer),
+            rotary_dim=config.rope.rotary_dim(config.head_dim),
             tp=tp,
             dtype=dtype,
             device=device,

@@ -10,8 +10,12 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -21,7 +25,9 @@ from transformers import (
 
 FAMILIES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
@@ -44,6 +50,7 @@ def random_model(family: str, **given: Any) -> PreTrainedModel:
         "rope_theta": random.choice((500.0, 10000.0, 1e6)),
         "tie_word_embeddings": random.random() < 0.5,
         "attn_implementation": "eager",
+        "pad_token_id": None,  # else an embedding of it must be there
     }
     if family == "qwen3":
         sizes["head_dim"] = 2 * random.randrange(2, 9)
