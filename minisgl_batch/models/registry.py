@@ -20,8 +20,11 @@ _DENSE = "minisgl_batch.models.dense:DenseModel"
 _MODELS = {
     "LlamaForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,
+    "MixtralForCausalLM": _DENSE,
     "Qwen2ForCausalLM": _DENSE,
     "Qwen3ForCausalLM": _DENSE,
+    "Qwen2MoeForCausalLM": _DENSE,
+    "Qwen3MoeForCausalLM": _DENSE,
 }
 
 

@@ -7,10 +7,8 @@ from typing import cast
 from minisgl_batch.layers.rope_config import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
 from minisgl_batch.models.config_file import ConfigFile
 
-DEFAULT_THETA = 10000.0
 
-
-def read_rope(file: ConfigFile, max_position_embeddings: int) -> RopeConfig:
+def read_rope(file: ConfigFile, max_position_embeddings: int, default_theta: float) -> RopeConfig:
     """From `rope_parameters` (5.x), or from `rope_theta` and `rope_scaling` (4.5x).
 
     Raises:
@@ -19,12 +17,12 @@ def read_rope(file: ConfigFile, max_position_embeddings: int) -> RopeConfig:
     _refuse_partial(file)
     params = file.child("rope_scaling") or file.child("rope_parameters")
     if params is None:
-        return RopeConfig(theta=_theta(file, DEFAULT_THETA))
+        return RopeConfig(theta=_theta(file, default_theta))
     _refuse_partial(params)
     for key, value in params.data.items():
         if isinstance(value, dict):
             raise params.error(key, "rotary parameters per layer type aren't supported")
-    theta = _theta(params, _theta(file, DEFAULT_THETA))
+    theta = _theta(params, _theta(file, default_theta))
     rope_type = cast(RopeType, params.choice(params.either("rope_type", "type"), ROPE_TYPES, "default"))
     if rope_type == "default":
         return RopeConfig(theta=theta)

@@ -25,6 +25,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "biases on both sides": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "a KV head per rank": ("qwen2", {"num_key_value_heads": 4}),
     "a rank without tokens": ("llama", {"vocab_size": 9}),
+    "experts": ("qwen3_moe", {"moe_intermediate_size": 12, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    "a shared expert": ("qwen2_moe", {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}),
+    "experts under Mixtral's names": ("mixtral", {}),
 }
 
 
