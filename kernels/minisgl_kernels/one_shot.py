@@ -18,6 +18,7 @@ import torch
 
 from minisgl_kernels import cuda
 from minisgl_kernels.pynccl import device_bytes
+from minisgl_kernels.upcoming import beginning
 
 SIZES = (2, 4, 8)  # of the groups that are compiled
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -27,6 +28,16 @@ _HANDLE_BYTES = 64
 _HEADER_BYTES = 4608
 _NUM_BUFFERS = 2  # used in turn: see csrc/one_shot.cu
 _MAX_NORM_SIZE = 8192  # a vector of 8 elements for each thread of a block
+
+
+def num_blocks(num_bytes: int, max_blocks: int) -> int:
+    """Blocks that sum a tensor: each as much as its threads load at once, and more only when all have that much."""
+    return max(1, min(max_blocks, -(-num_bytes // _BLOCK_BYTES)))
+
+
+def part_bytes(max_bytes: int, max_blocks: int) -> int:
+    """Room for a block's share of any tensor of up to `max_bytes`."""
+    return max(_BLOCK_BYTES, -(-max_bytes // max_blocks // 16) * 16 + 16)
 
 
 class OneShotAllReduce:
@@ -53,7 +64,7 @@ class OneShotAllReduce:
         self._device = device.index
         self.max_bytes = max_bytes
         self._max_blocks = max_blocks
-        self._part_bytes = -(-max_bytes // max_blocks // 16) * 16 + 16
+        self._part_bytes = part_bytes(max_bytes, max_blocks)
         self._aborted = torch.zeros(1, dtype=torch.int32).pin_memory()  # the kernels read the host's memory
         handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8)
         # A header, two parts for each block, and the buffers.
@@ -105,7 +116,7 @@ class OneShotAllReduce:
             x: what `takes` allows; the same shape and type on all ranks.
         """
         out = torch.empty_like(x)
-        blocks = max(1, min(self._max_blocks, -(-x.nbytes // _BLOCK_BYTES)))
+        blocks = num_blocks(x.nbytes, self._max_blocks)
         self._functions["one_shot_all_reduce"](
             x.view(-1), out.view(-1), self._memory, self._aborted, self._rank, blocks, self._part_bytes
         )
@@ -117,7 +128,14 @@ class OneShotAllReduce:
         fits = self._offset(x) >= 0 or self._block_rows(num_rows) * size * 2 <= self._part_bytes
         return self.takes(x) and num_rows > 0 and size % 8 == 0 and size <= _MAX_NORM_SIZE and fits
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def add_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        upcoming: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """`add_rms_norm` of the sum over the ranks, which is rounded to x's type first; on the current stream.
 
         Args:
@@ -125,6 +143,8 @@ class OneShotAllReduce:
             residual: the same shape and type, contiguous, changed in place.
             weight: (size,), x's dtype.
             eps: added to the mean square.
+            upcoming: (out, in), the weight that the norm is multiplied with next, whose beginning it brings into the
+                L2 cache.
 
         Returns:
             The normalised sum, (num_tokens, size).
@@ -142,6 +162,7 @@ class OneShotAllReduce:
             self._part_bytes,
             self._offset(x),
             eps,
+            *beginning(upcoming, len(x)),
         )
         return normed
 

@@ -91,8 +91,12 @@ def test_heads_that_do_not_divide_the_workers(device: torch.device) -> None:
     check(device, [300, 170], group=3, num_kv_heads=3, head_dim=64, num_workers=8)
 
 
-def test_rows_that_many_shares_hold(device: torch.device) -> None:
-    check(device, [random.randint(1500, 1700)], group=random.choice([3, 7]), num_kv_heads=1, num_workers=12)
+@pytest.mark.parametrize("with_prefix", [False, True])
+def test_rows_that_many_shares_hold(device: torch.device, with_prefix: bool) -> None:
+    group = random.choice([3, 7])
+    check(
+        device, [20, random.randint(1500, 1700)], group=group, num_kv_heads=1, num_workers=12, with_prefix=with_prefix
+    )
 
 
 @pytest.mark.gpu

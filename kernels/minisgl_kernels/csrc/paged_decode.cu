@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors
   if (!works) return;
   row.load_values(tensors, shape, kv_head);
 
-  const Output<T, kHeadDim> output{tensors, shape, kv_head, reinterpret_cast<float*>(ring)};
+  const Output<T, kHeadDim> output{tensors, shape, kv_head};
   SplitRow split[2] = {{-1}, {-1}};
   Attention<T, kHeadDim> attention;
   int tile = begin, number = 0;

@@ -21,7 +21,6 @@ struct Output {
   const Tensors<T>& tensors;
   const Shape& shape;
   int kv_head;
-  float* ring;  // the warp's shared memory
 
   // All of the row was this warp's.
   __device__ void write(const Row<T, kHeadDim>& row, const Attention<T, kHeadDim>& attention, float2 lse) const {
@@ -89,80 +88,99 @@ struct Output {
   }
 
  private:
-  static constexpr int kPartSize = kHeadDim + 4;
+  static constexpr int kPartSize = kHeadDim + 4, kPerLane = kHeadDim / 32;
+
+  // A lane's dimensions of a query.
+  template <typename U>
+  struct alignas(kPerLane * sizeof(U)) PerLane {
+    U of[kPerLane];
+  };
+  template <typename U>
+  __device__ static auto dimensions(U* query) {
+    using Dimensions = std::conditional_t<std::is_const_v<U>, const PerLane<std::remove_const_t<U>>, PerLane<U>>;
+    return reinterpret_cast<Dimensions*>(query) + threadIdx.x % 32;
+  }
+
+  // Some shares' parts of a query, and its prefix.
+  struct Parts {
+    static constexpr int kSize = 8;
+    PerLane<float> out[kSize];
+    float lse[kSize];
+    PerLane<T> prefix;
+    float prefix_lse;
+
+    // From the row's part `first` on; nothing behind the last query.
+    __device__ void load(const Output& output, const SplitRow& row, int num_parts, int query, int first) {
+      const Shape& shape = output.shape;
+      if (query >= shape.num_queries) return;
+      // Shares' first slots are equally far apart.
+      const float* begin = output.part(2 * row.first_share, query);
+      const int64_t of_slot = int64_t{shape.num_kv_heads} * shape.num_queries * kPartSize;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        lse[i] = -INFINITY;
+        out[i] = {};
+        if (first + i >= num_parts) continue;
+        const int slot = 2 * (first + i) + (first + i == 0 && !row.starts_in_first ? 1 : 0);
+        const float* from = begin + slot * of_slot;
+        lse[i] = from[kHeadDim];
+        out[i] = *dimensions(from);
+      }
+      if (first > 0) return;
+      prefix_lse = -INFINITY;
+      if (output.tensors.prefix_out == nullptr) return;
+      const int64_t head = output.kv_head * shape.num_queries + query;
+      prefix_lse = output.tensors.prefix_lse[head * shape.num_rows + row.number];
+      const int64_t num_heads = int64_t{shape.num_kv_heads} * shape.num_queries;
+      prefix = *dimensions(output.tensors.prefix_out + (row.number * num_heads + head) * kHeadDim);
+    }
+  };
 
   __device__ float* part(int slot, int query) const {
     return tensors.parts + ((int64_t{slot} * shape.num_kv_heads + kv_head) * shape.num_queries + query) * kPartSize;
   }
 
-  // In the order of the shares, whoever does it. Parts come through the ring in chunks, whose ways overlap.
+  // In the order of the shares, whoever does it. One warp alone: what counts is how many loads are under way at a time.
   __device__ void join(const SplitRow& row) const {
-    constexpr int kPerLane = kHeadDim / 32, kChunk = 8, kAhead = 5;
-    constexpr uint32_t kAll = 0xffffffffu;
-    static_assert(kAhead * kChunk * kPartSize * sizeof(float) <= kRingBytes);
-    const int lane = threadIdx.x % 32, num_shares = row.last_share - row.first_share + 1;
-    int next = 0, next_part = 0, next_query = 0;
-    const auto load_next = [&] {
-      if (next_query < shape.num_queries) {
-        float* to = ring + next++ % kAhead * (kChunk * kPartSize) + lane * 4;
-#pragma unroll 1
-        for (int i = 0; i < kChunk && next_part < num_shares; ++i, ++next_part, to += kPartSize) {
-          const float* from = part(row.slot(row.first_share + next_part), next_query) + lane * 4;
-          if (lane * 4 < kHeadDim) copy_async(to, from);
-          if (lane == 0) copy_async(to + kHeadDim, from + kHeadDim);
-        }
-        if (next_part == num_shares) next_part = 0, ++next_query;
-      }
-      end_of_copies();
-    };
-#pragma unroll 1
-    for (int i = 0; i < kAhead - 1; ++i) load_next();
+    const int num_parts = row.last_share - row.first_share + 1;
     const int64_t head = (int64_t{row.number} * shape.num_kv_heads + kv_head) * shape.num_queries;
-    int number = 0;
+    Parts next;
+    next.load(*this, row, num_parts, 0, 0);
 #pragma unroll 1
     for (int query = 0; query < shape.num_queries; ++query) {
-      const int64_t at = (head + query) * kHeadDim + lane * kPerLane;
-      T prefix[kPerLane];
-      float prefix_lse = -INFINITY, highest = -INFINITY, total = 0.0f, sums[kPerLane] = {};
-      if (tensors.prefix_out != nullptr) {
-        prefix_lse = tensors.prefix_lse[int64_t{kv_head * shape.num_queries + query} * shape.num_rows + row.number];
-#pragma unroll
-        for (int k = 0; k < kPerLane; ++k) prefix[k] = tensors.prefix_out[at + k];
-      }
+      Parts parts;
+      float highest = -INFINITY, total = 0.0f, sums[kPerLane] = {};
 #pragma unroll 1
-      for (int first = 0; first < num_shares; first += kChunk, ++number) {
-        wait_for_copies<kAhead - 2>();
-        __syncwarp();
-        load_next();
-        const float* chunk = ring + number % kAhead * (kChunk * kPartSize);
-        const int size = num_shares - first < kChunk ? num_shares - first : kChunk;
-        const float lse = lane < size ? chunk[lane * kPartSize + kHeadDim] : -INFINITY;
-        float top = fmaxf(highest, lse);
+      for (int first = 0; first < num_parts; first += Parts::kSize) {
+        parts = next;
+        const bool is_last = first + Parts::kSize >= num_parts;
+        next.load(*this, row, num_parts, is_last ? query + 1 : query, is_last ? 0 : first + Parts::kSize);
+        float top = highest;
 #pragma unroll
-        for (int offset = kChunk / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, offset));
-        top = __shfl_sync(kAll, top, 0);
-        const float factor = exp2f(highest - top), weight = exp2f(lse - top);
+        for (int i = 0; i < Parts::kSize; ++i) top = fmaxf(top, parts.lse[i]);
+        const float factor = exp2f(highest - top);
         highest = top;
         total *= factor;
 #pragma unroll
         for (int k = 0; k < kPerLane; ++k) sums[k] *= factor;
-        for (int i = 0; i < size; ++i) {
-          const float of_part = __shfl_sync(kAll, weight, i);
-          total += of_part;
 #pragma unroll
-          for (int k = 0; k < kPerLane; ++k) sums[k] += of_part * chunk[i * kPartSize + lane * kPerLane + k];
+        for (int i = 0; i < Parts::kSize; ++i) {
+          const float weight = exp2f(parts.lse[i] - top);
+          total += weight;
+#pragma unroll
+          for (int k = 0; k < kPerLane; ++k) sums[k] += weight * parts.out[i].of[k];
         }
       }
-      const float of_prefix = prefix_weight(prefix_lse, highest + log2f(total));
+      const float weight = prefix_weight(parts.prefix_lse, highest + log2f(total));
+      PerLane<T> joined;
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
         float x = __fdividef(sums[k], total);
-        if (of_prefix != 0.0f) x += (static_cast<float>(prefix[k]) - x) * of_prefix;
-        tensors.out[at + k] = static_cast<T>(x);
+        if (weight != 0.0f) x += (static_cast<float>(parts.prefix.of[k]) - x) * weight;
+        joined.of[k] = static_cast<T>(x);
       }
+      *dimensions(tensors.out + (head + query) * kHeadDim) = joined;
     }
-    wait_for_copies<0>();  // so that another join finds the ring empty
-    __syncwarp();
   }
 };
 
