@@ -29,8 +29,10 @@ def step_bytes(model: ModelConfig, options: EngineOptions) -> int:
     """What a step needs besides weights and KV: its largest activations, logits, workspaces and graphs."""
     if options.device.type == "cpu":
         return 0
-    per_token = 4 * model.hidden_size + 3 * model.intermediate_size + 3 * model.num_heads * model.head_dim
+    per_token = 4 * model.hidden_size + 3 * max(model.mlp_widths) + 3 * model.num_heads * model.head_dim
     logits = options.max_running * model.vocab_size
+    if model.moe is not None:
+        per_token += model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
     activations = (per_token * options.max_prefill_tokens + 2 * logits) * options.dtype.itemsize
     # Sampling with filters works on float32 logits.
     return activations + 4 * logits + GPU_WORKSPACE_BYTES

@@ -38,12 +38,19 @@ class _Linear(Layer):
         """(num_tokens, in_features) -> (num_tokens, out_features)."""
         return linear(x, self.weight, self.bias)
 
+    def factors(self) -> Iterator[torch.Tensor]:
+        if self.bias is None:
+            yield self.weight
+
     def finish(self) -> None:
         self.weight = pack(self.weight)
 
 
 class LinearReplicated(_Linear):
     """The whole layer on every rank."""
+
+    def factors(self) -> Iterator[torch.Tensor]:
+        return iter(())  # all ranks must get equal bits, and so run the same algorithm
 
     def parts(self) -> Iterator[Part]:
         yield Part("weight", self.weight, tuple(self.weight.shape))

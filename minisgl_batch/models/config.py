@@ -1,4 +1,4 @@
-"""What a model's config.json says, as one frozen record for all dense architectures.
+"""What a model's config.json says, as one frozen record for all architectures.
 
 Reads the file itself, in the spellings of transformers 4.5x and 5.x, with the defaults that transformers has for keys
 that are missing. Knows nothing of torch. Called by the engine and by whoever needs a model's context length.
@@ -13,6 +13,7 @@ from pathlib import Path
 from minisgl_batch.layers.rope_config import RopeConfig
 from minisgl_batch.layers.sharding import check_tp_size
 from minisgl_batch.models.config_file import ConfigFile
+from minisgl_batch.models.moe_config import MoEConfig, no_experts, qwen_moe, read_mixtral
 from minisgl_batch.models.rope import read_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -20,16 +21,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder-only transformer.
+    """A decoder-only transformer.
 
     Attributes:
         architecture: the checkpoint's class name in transformers.
-        intermediate_size: width of the MLP.
+        intermediate_size: width of dense MLPs.
         max_position_embeddings: the context length that the checkpoint states; see `context_len`.
         attention_bias: query, key and value projections have a bias.
         attention_output_bias: so has the output projection.
         qk_norm: queries and keys are normalised per head.
         sliding_window: per layer, how many tokens back a token sees (itself included); None sees all.
+        moe: None: all MLPs are dense.
         dtype: what the checkpoint was saved in: "float32", "bfloat16" or "float16".
         max_len: no sequence is longer, in tokens; None: nothing is known but the context.
     """
@@ -51,6 +53,7 @@ class ModelConfig:
     qk_norm: bool
     sliding_window: tuple[int | None, ...]
     rope: RopeConfig
+    moe: MoEConfig | None = None
     dtype: str
     max_len: int | None = None
 
@@ -80,6 +83,20 @@ class ModelConfig:
         """Whether some layer has one."""
         return any(self.window(layer) is not None for layer in range(self.num_layers))
 
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer's MLP is a mixture of experts."""
+        return self.moe is not None and self.moe.is_sparse[layer]
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Of all kinds of MLPs and experts that the layers have."""
+        moe = self.moe
+        if moe is None:
+            return (self.intermediate_size,)
+        dense = () if all(moe.is_sparse) else (self.intermediate_size,)
+        shared = () if moe.shared_intermediate_size is None else (moe.shared_intermediate_size,)
+        return (*dense, moe.intermediate_size, *shared)
+
     def num_kv_heads_per_rank(self, tp_size: int) -> int:
         """KV heads that each rank of a group holds; more in all than the model has when they are replicated."""
         return max(1, self.num_kv_heads // tp_size)
@@ -90,7 +107,7 @@ class ModelConfig:
         Raises:
             InvalidParameterError: lists the sizes that work.
         """
-        check_tp_size(tp_size, self.num_heads, self.num_kv_heads, self.intermediate_size)
+        check_tp_size(tp_size, self.num_heads, self.num_kv_heads, *self.mlp_widths)
 
 
 def load_model_config(path: Path) -> ModelConfig:
@@ -125,7 +142,8 @@ def load_model_config(path: Path) -> ModelConfig:
         mlp_bias=family.mlp_bias(file),
         qk_norm=family.qk_norm,
         sliding_window=family.sliding_window(file, num_layers),
-        rope=read_rope(file, head_dim, max_position_embeddings, may_be_partial=family.partial_rotary),
+        rope=read_rope(file, head_dim, max_position_embeddings, family.rope_theta, family.partial_rotary),
+        moe=family.moe(file, num_layers),
         dtype=file.choice(file.either("dtype", "torch_dtype"), DTYPES, "float32"),
     )
     if config.num_heads % config.num_kv_heads:
@@ -145,25 +163,29 @@ def _always(_file: ConfigFile) -> bool:
     return True
 
 
-def _as_configured(key: str) -> Callable[[ConfigFile], bool]:
-    return lambda file: file.flag(key, False)
+def _as_configured(key: str, default: bool = False) -> Callable[[ConfigFile], bool]:
+    return lambda file: file.flag(key, default)
 
 
 def _no_window(_file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     return (None,) * num_layers
 
 
-def _window_in_all_layers(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    return (_window(file),) * num_layers
+def _window_in_all_layers(default: int | None) -> Callable[[ConfigFile, int], tuple[int | None, ...]]:
+    return lambda file, num_layers: (_window(file, default),) * num_layers
 
 
-def _window_if_given(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    return _window_in_all_layers(file, num_layers) if "sliding_window" in file.data else (None,) * num_layers
+def _no_window_or_refused(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    if file.flag("use_sliding_window", False):
+        raise file.error(
+            "use_sliding_window", "isn't supported: releases of transformers differ in which layers have one"
+        )
+    return (None,) * num_layers
 
 
 def _window_by_layer(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """Qwen's rule: layers from `max_window_layers` on, unless `layer_types` says which."""
-    window = _window(file) if file.flag("use_sliding_window", False) else None
+    window = _window(file, 4096) if file.flag("use_sliding_window", False) else None
     if file.data.get("layer_types") is None:
         first = file.count("max_window_layers", 28, low=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
@@ -172,9 +194,10 @@ def _window_by_layer(file: ConfigFile, num_layers: int) -> tuple[int | None, ...
 
 def _window_by_layer_type(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """Ministral's rule: all layers, unless `layer_types` says which."""
+    window = _window(file, 4096)
     if file.data.get("layer_types") is None:
-        return _window_in_all_layers(file, num_layers)
-    return _layer_types(file, num_layers, _window(file))
+        return (window,) * num_layers
+    return _layer_types(file, num_layers, window)
 
 
 def _layer_types(file: ConfigFile, num_layers: int, window: int | None) -> tuple[int | None, ...]:
@@ -187,10 +210,10 @@ def _layer_types(file: ConfigFile, num_layers: int, window: int | None) -> tuple
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
 
-def _window(file: ConfigFile) -> int | None:
-    if "sliding_window" in file.data and file.data["sliding_window"] is None:
+def _window(file: ConfigFile, default: int | None) -> int | None:
+    if file.data.get("sliding_window", default) is None:
         return None
-    return file.count("sliding_window", 4096)
+    return file.count("sliding_window", default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,15 +224,17 @@ class _Family:
     """
 
     max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
     attention_bias: Callable[[ConfigFile], bool] = _never
     attention_output_bias: Callable[[ConfigFile], bool] = _never
     mlp_bias: Callable[[ConfigFile], bool] = _never
     qk_norm: bool = False
     sliding_window: Callable[[ConfigFile, int], tuple[int | None, ...]] = _no_window
     partial_rotary: bool = False
+    moe: Callable[[ConfigFile, int], MoEConfig | None] = no_experts
 
 
 _FAMILIES = {
@@ -227,12 +252,20 @@ _FAMILIES = {
     "MistralForCausalLM": _Family(
         max_position_embeddings=131072,
         num_kv_heads=8,
-        sliding_window=_window_in_all_layers,
+        sliding_window=_window_in_all_layers(4096),
+    ),
+    "MixtralForCausalLM": _Family(
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        num_kv_heads=8,
+        sliding_window=_window_in_all_layers(None),
+        moe=read_mixtral,
     ),
     "Phi3ForCausalLM": _Family(
         max_position_embeddings=4096,
         rms_norm_eps=1e-5,
-        sliding_window=_window_if_given,
+        sliding_window=_window_in_all_layers(None),
         partial_rotary=True,
     ),
     "Qwen2ForCausalLM": _Family(
@@ -249,6 +282,22 @@ _FAMILIES = {
         attention_output_bias=_as_configured("attention_bias"),
         qk_norm=True,
         sliding_window=_window_by_layer,
+    ),
+    "Qwen2MoeForCausalLM": _Family(
+        max_position_embeddings=32768,
+        num_kv_heads=16,
+        attention_bias=_as_configured("qkv_bias", default=True),
+        sliding_window=_no_window_or_refused,
+        moe=qwen_moe(num_experts=60, top_k=4, intermediate_size=1408, shared_intermediate_size=5632),
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        max_position_embeddings=32768,
+        num_kv_heads=4,
+        attention_bias=_as_configured("attention_bias"),
+        attention_output_bias=_as_configured("attention_bias"),
+        qk_norm=True,
+        sliding_window=_no_window_or_refused,
+        moe=qwen_moe(num_experts=128, top_k=8, intermediate_size=768, shared_intermediate_size=None),
     ),
 }
 

@@ -21,9 +21,12 @@ _MODELS = {
     "LlamaForCausalLM": _DENSE,
     "MinistralForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,
+    "MixtralForCausalLM": _DENSE,
     "Phi3ForCausalLM": _DENSE,
     "Qwen2ForCausalLM": _DENSE,
     "Qwen3ForCausalLM": _DENSE,
+    "Qwen2MoeForCausalLM": _DENSE,
+    "Qwen3MoeForCausalLM": _DENSE,
 }
 
 

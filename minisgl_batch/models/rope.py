@@ -14,11 +14,9 @@ from minisgl_batch.layers.rope_config import (
 )
 from minisgl_batch.models.config_file import ConfigFile
 
-DEFAULT_THETA = 10000.0
-
 
 def read_rope(
-    file: ConfigFile, head_dim: int, max_position_embeddings: int, *, may_be_partial: bool = False
+    file: ConfigFile, head_dim: int, max_position_embeddings: int, default_theta: float, may_be_partial: bool
 ) -> RopeConfig:
     """From `rope_parameters` (5.x), or from `rope_theta` and `rope_scaling` (4.5x).
 
@@ -31,8 +29,8 @@ def read_rope(
     params = file.child("rope_scaling") or file.child("rope_parameters")
     fraction = _fraction(params or file, _fraction(file, 1.0, head_dim, may_be_partial), head_dim, may_be_partial)
     if params is None:
-        return RopeConfig(theta=_theta(file, DEFAULT_THETA), fraction=fraction)
-    rope = _read(params, file, max_position_embeddings)
+        return RopeConfig(theta=_theta(file, default_theta), fraction=fraction)
+    rope = _read(params, max_position_embeddings, file, default_theta)
     if rope.type == "longrope":
         num_wavelengths = int(head_dim * fraction) // 2
         for key, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
@@ -41,11 +39,11 @@ def read_rope(
     return replace(rope, fraction=fraction)
 
 
-def _read(params: ConfigFile, file: ConfigFile, max_position_embeddings: int) -> RopeConfig:
+def _read(params: ConfigFile, max_position_embeddings: int, file: ConfigFile, default_theta: float) -> RopeConfig:
     for key, value in params.data.items():
         if isinstance(value, dict):
             raise params.error(key, "rotary parameters per layer type aren't supported")
-    theta = _theta(params, _theta(file, DEFAULT_THETA))
+    theta = _theta(params, _theta(file, default_theta))
     rope_type = _type(params)
     if rope_type == "default":
         return RopeConfig(theta=theta)

@@ -14,7 +14,7 @@ from minisgl_batch.attention.base import AttentionBackend, ForwardContext
 from minisgl_batch.batch import ForwardBatch
 from minisgl_batch.distributed.group import SINGLE
 from minisgl_batch.layers import embedding, linear, norm, packing
-from minisgl_batch.models import dense
+from minisgl_batch.models import mlp
 from minisgl_batch.models.base import CausalLM
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.models.registry import make_model
@@ -74,6 +74,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral, window": ("mixtral", {"sliding_window": 6}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe, no biases, dense second layer": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, renormalised": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3_moe, all experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": False}),
+    "qwen3_moe, every second layer": ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
 }
 
 
@@ -169,7 +177,7 @@ def test_norms_and_activations_know_the_next_weight(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(linear, "linear", multiply)
     monkeypatch.setattr(embedding, "linear", multiply)
     monkeypatch.setattr(norm, "add_rms_norm", normalise)
-    monkeypatch.setattr(dense, "silu_and_mul", activate)
+    monkeypatch.setattr(mlp, "silu_and_mul", activate)
     sequence_logits(model, [[1, 2, 3]], [2])  # in two steps
 
     # A layer's products are qkv, o, gate_up and down; of all but o, which follows attention, it is told before.

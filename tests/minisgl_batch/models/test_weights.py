@@ -24,11 +24,15 @@ Tensors = dict[str, torch.Tensor]
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(params=["untied", "tied"])
+@pytest.fixture(params=["untied", "tied", "experts", "experts, other names"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A checkpoint with everything that can be there: biases, norms of queries and keys."""
-    reference = random_model("qwen3", attention_bias=True, tie_word_embeddings=request.param == "tied")
-    return save(reference, tmp_path / request.param)
+    """A checkpoint with everything that can be there: biases, norms of queries and keys; experts, also a shared one."""
+    if "experts" in request.param:
+        family = "mixtral" if "other names" in request.param else "qwen2_moe"
+        reference = random_model(family, tie_word_embeddings=False)
+    else:
+        reference = random_model("qwen3", attention_bias=True, tie_word_embeddings=request.param == "tied")
+    return save(reference, tmp_path / "model")
 
 
 def empty_model(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -129,7 +133,7 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "missing": (lambda t: t.pop(KEY), r"lacks layers\.1\.self_attn\.k_proj\.weight"),
     "unknown": (
         lambda t: t.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(1)}),
-        r"model\.safetensors holds model\.layers\.0\.mlp\.up_proj\.bias, which Qwen3ForCausalLM",
+        r"model\.safetensors holds model\.layers\.0\.mlp\.up_proj\.bias, which \w+ForCausalLM",
     ),
     "another shape": (
         lambda t: t.update({KEY: torch.zeros(3, 5)}),
