@@ -7,7 +7,7 @@ that are missing. Knows nothing of torch. Called by the engine and by whoever ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl_batch.layers.rope_config import RopeConfig
@@ -33,6 +33,7 @@ class ModelConfig:
         sliding_window: per layer, how many tokens back a token sees (itself included); None sees all.
         moe: None: all MLPs are dense.
         dtype: what the checkpoint was saved in: "float32", "bfloat16" or "float16".
+        max_len: no sequence is longer, in tokens; None: nothing is known but the context.
     """
 
     architecture: str
@@ -54,14 +55,33 @@ class ModelConfig:
     rope: RopeConfig
     moe: MoEConfig | None = None
     dtype: str
+    max_len: int | None = None
 
     @property
     def context_len(self) -> int:
-        """The longest sequence that the model can take, in tokens."""
+        """The longest sequence that the model can take, or is asked to, in tokens."""
+        if self.max_len is not None:
+            return self.max_len
+        # The common recipes for longer contexts add the scaling without raising max_position_embeddings.
         if self.rope.type == "yarn":
-            # Qwen's recipe for long contexts adds yarn to the config without raising max_position_embeddings.
             return max(self.max_position_embeddings, round(self.rope.original_context_len * self.rope.factor))
+        if self.rope.type == "linear":
+            return round(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
+
+    def limited_to(self, max_len: int) -> ModelConfig:
+        """For sequences of at most `max_len` tokens, which is no more than the context."""
+        return replace(self, max_len=max_len)
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens back a token sees in a layer; None where that are all of the longest sequence."""
+        window = self.sliding_window[layer]
+        return None if window is None or window >= self.context_len else window
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer has one."""
+        return any(self.window(layer) is not None for layer in range(self.num_layers))
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer's MLP is a mixture of experts."""
@@ -103,6 +123,7 @@ def load_model_config(path: Path) -> ModelConfig:
     num_layers = file.count("num_hidden_layers")
     num_heads = file.count("num_attention_heads")
     hidden_size = file.count("hidden_size")
+    head_dim = file.count("head_dim", family.head_dim or hidden_size // num_heads)
     max_position_embeddings = file.count("max_position_embeddings", family.max_position_embeddings)
     config = ModelConfig(
         architecture=architecture,
@@ -110,7 +131,7 @@ def load_model_config(path: Path) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(file, family, num_heads),
-        head_dim=file.count("head_dim", family.head_dim or hidden_size // num_heads),
+        head_dim=head_dim,
         intermediate_size=file.count("intermediate_size"),
         vocab_size=file.count("vocab_size"),
         rms_norm_eps=file.number("rms_norm_eps", family.rms_norm_eps),
@@ -121,7 +142,7 @@ def load_model_config(path: Path) -> ModelConfig:
         mlp_bias=family.mlp_bias(file),
         qk_norm=family.qk_norm,
         sliding_window=family.sliding_window(file, num_layers),
-        rope=read_rope(file, max_position_embeddings, family.rope_theta),
+        rope=read_rope(file, head_dim, max_position_embeddings, family.rope_theta, family.partial_rotary),
         moe=family.moe(file, num_layers),
         dtype=file.choice(file.either("dtype", "torch_dtype"), DTYPES, "float32"),
     )
@@ -165,15 +186,27 @@ def _no_window_or_refused(file: ConfigFile, num_layers: int) -> tuple[int | None
 def _window_by_layer(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """Qwen's rule: layers from `max_window_layers` on, unless `layer_types` says which."""
     window = _window(file, 4096) if file.flag("use_sliding_window", False) else None
-    layer_types = file.data.get("layer_types")
-    if layer_types is None:
+    if file.data.get("layer_types") is None:
         first = file.count("max_window_layers", 28, low=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    return _layer_types(file, num_layers, window)
+
+
+def _window_by_layer_type(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    """Ministral's rule: all layers, unless `layer_types` says which."""
+    window = _window(file, 4096)
+    if file.data.get("layer_types") is None:
+        return (window,) * num_layers
+    return _layer_types(file, num_layers, window)
+
+
+def _layer_types(file: ConfigFile, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    layer_types = file.data["layer_types"]
     known = ("full_attention", "sliding_attention")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers or any(t not in known for t in layer_types):
         raise file.error("layer_types", f"must be a list of {num_layers} of {' and '.join(known)}")
     if window is None and "sliding_attention" in layer_types:
-        raise file.error("layer_types", "names sliding_attention, but use_sliding_window and sliding_window don't")
+        raise file.error("layer_types", "names sliding_attention, but sliding_window (use_sliding_window) sets none")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
 
@@ -200,6 +233,7 @@ class _Family:
     mlp_bias: Callable[[ConfigFile], bool] = _never
     qk_norm: bool = False
     sliding_window: Callable[[ConfigFile, int], tuple[int | None, ...]] = _no_window
+    partial_rotary: bool = False
     moe: Callable[[ConfigFile, int], MoEConfig | None] = no_experts
 
 
@@ -209,6 +243,11 @@ _FAMILIES = {
         attention_bias=_as_configured("attention_bias"),
         attention_output_bias=_as_configured("attention_bias"),
         mlp_bias=_as_configured("mlp_bias"),
+    ),
+    "MinistralForCausalLM": _Family(
+        max_position_embeddings=131072,
+        num_kv_heads=8,
+        sliding_window=_window_by_layer_type,
     ),
     "MistralForCausalLM": _Family(
         max_position_embeddings=131072,
@@ -222,6 +261,12 @@ _FAMILIES = {
         num_kv_heads=8,
         sliding_window=_window_in_all_layers(None),
         moe=read_mixtral,
+    ),
+    "Phi3ForCausalLM": _Family(
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        sliding_window=_window_in_all_layers(None),
+        partial_rotary=True,
     ),
     "Qwen2ForCausalLM": _Family(
         max_position_embeddings=32768,

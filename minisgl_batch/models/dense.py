@@ -1,5 +1,4 @@
-"""The pre-norm transformer: Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts, which only their configs tell
-apart.
+"""The pre-norm transformer: Llama, Mistral, Qwen, Phi and mixtures of experts, which only their configs tell apart.
 
 Module names follow Hugging Face checkpoints, with q/k/v and gate/up merged. Built by `registry.make_model`.
 
@@ -40,7 +39,8 @@ class DecoderLayer(nn.Module):
             qkv_bias=config.attention_bias,
             output_bias=config.attention_output_bias,
             qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-            window=config.sliding_window[layer],
+            window=config.window(layer),
+            rotary_dim=config.rope.rotary_dim(config.head_dim),
             tp=tp,
             dtype=dtype,
             device=device,

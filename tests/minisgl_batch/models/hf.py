@@ -10,10 +10,14 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -27,7 +31,9 @@ from transformers import (
 
 FAMILIES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
@@ -54,9 +60,10 @@ def random_model(family: str, **given: Any) -> PreTrainedModel:
         "rope_theta": random.choice((500.0, 10000.0, 1e6)),
         "tie_word_embeddings": random.random() < 0.5,
         "attn_implementation": "eager",
+        "pad_token_id": None,  # else an embedding of it must be there
         "experts_implementation": "eager",  # the others want aligned sizes
     }
-    if family in ("qwen3", "qwen3_moe"):
+    if family in ("ministral", "qwen3", "qwen3_moe"):
         sizes["head_dim"] = 2 * random.randrange(2, 9)
     if family in MOE_FAMILIES:
         sizes["num_experts"] = num_experts = random.randrange(2, 9)

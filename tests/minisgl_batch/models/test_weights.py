@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,15 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 def test_a_faulty_tensor_is_named(fault: str, folder: Path) -> None:
     change, message = TENSOR_FAULTS[fault]
     rewrite(folder, change)
+    with pytest.raises(ModelError, match=message):
+        loaded(folder)
+
+
+def test_merged_layers_of_another_size_are_named(tmp_path: Path) -> None:
+    folder, key = save(random_model("phi3"), tmp_path), "model.layers.1.mlp.gate_up_proj.weight"
+    num_rows, width = load_file(folder / WEIGHTS)[key].shape
+    rewrite(folder, lambda t: t.update({key: torch.zeros(num_rows + 1, width)}))
+    message = rf"{re.escape(key)} has the shape \[{num_rows + 1}, {width}\].*asks for \[{num_rows}, {width}\]"
     with pytest.raises(ModelError, match=message):
         loaded(folder)
 
