@@ -64,7 +64,7 @@ def load_module(name: str) -> ModuleType | None:
 
 
 def cache_dir() -> Path:
-    """Where built kernels are kept; only this user may write there."""
+    """Where built kernels are kept, and what was measured of kernels; only this user may write there."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "minisgl-batch" / "kernels"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     return root

@@ -55,8 +55,9 @@ class Engine:
     def __init__(self, config: EngineConfig, tp: TPGroup = SINGLE) -> None:
         started = time.perf_counter()
         path = model_path(config.model)
-        self._model_config = model_config = load_model_config(path)
-        self.options = options = resolve(config, model_config, tp.local_rank)
+        checkpoint = load_model_config(path)
+        self.options = options = resolve(config, checkpoint, tp.local_rank)
+        self._model_config = model_config = checkpoint.limited_to(options.max_seq_len)
         self._tp = tp
         self._device = device = options.device
         self._heads = AttnHeads(

@@ -24,7 +24,9 @@ from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.engine.sampler import sample_together
 from minisgl_batch.engine.tables import DeviceTables
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
+from minisgl_batch.layers.base import Layer
 from minisgl_batch.models.base import CausalLM
+from minisgl_kernels.matmul import Algorithms, tune
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +61,20 @@ class GraphRunner:
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._steps: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._samples: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._algorithms: Algorithms | None = None  # the graphs use its workspace
 
     def capture(self) -> None:
         """Capture all graphs; the pool and the tables hold nothing yet but the dummy row."""
-        started = time.perf_counter()
         memory = torch.cuda.graph_pool_handle()
         gc.collect()
         gc.disable()  # a tensor of the device that is collected during a capture would end it
         try:
-            self._capture_all(memory)
+            layers = (module for module in self._parts.model.modules() if isinstance(module, Layer))
+            weights = (weight for layer in layers for weight in layer.factors())
+            self._algorithms = tune(weights, self._sizes, self._logits.device)
+            started = time.perf_counter()
+            with self._algorithms.active():
+                self._capture_all(memory)
         finally:
             gc.enable()
         num_graphs = len(self._steps) + len(self._samples)

@@ -50,7 +50,7 @@ def resolve(config: EngineConfig, model: ModelConfig, local_rank: int = 0) -> En
         )
     dtype, page_size = _dtype(config.dtype, model.dtype, device), config.page_size or 16
     group = model.num_heads // model.num_kv_heads
-    shapes = AttnShapes(dtype, group, model.head_dim, page_size, has_window=any(model.sliding_window))
+    shapes = AttnShapes(dtype, group, model.head_dim, page_size, model.limited_to(max_seq_len).has_windows)
     return EngineOptions(
         device=device,
         dtype=dtype,

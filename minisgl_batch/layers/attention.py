@@ -24,6 +24,7 @@ class SelfAttention(nn.Module):
         qkv_bias, output_bias: whether the projections have one.
         qk_norm_eps: queries and keys are normalised per head before the rotation; None: they aren't.
         window: a token sees this many tokens back (itself included); None sees all.
+        rotary_dim: how many of a head's dimensions the rotary embedding turns.
 
     Raises:
         InvalidParameterError: the group's size doesn't suit the heads; lists the sizes that do.
@@ -41,6 +42,7 @@ class SelfAttention(nn.Module):
         output_bias: bool,
         qk_norm_eps: float | None,
         window: int | None,
+        rotary_dim: int,
         tp: TPGroup,
         dtype: torch.dtype,
         device: torch.device | None = None,
@@ -49,7 +51,15 @@ class SelfAttention(nn.Module):
         self._layer = layer
         self._spec = AttnSpec(scale=head_dim**-0.5, window=window)
         self.qkv_proj = LinearQKVMerged(
-            hidden_size, num_heads, num_kv_heads, head_dim, bias=qkv_bias, tp=tp, dtype=dtype, device=device
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            bias=qkv_bias,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+            rotary_dim=rotary_dim,
         )
         self.o_proj = LinearRowParallel(
             num_heads * head_dim, hidden_size, bias=output_bias, tp=tp, dtype=dtype, device=device

@@ -48,6 +48,10 @@ class Layer(nn.Module, ABC):
     def parts(self) -> Iterator[Part]:
         """Everything that has to be filled, each element of each parameter once."""
 
+    def factors(self) -> Iterator[torch.Tensor]:
+        """Weights, (out, in), that this layer multiplies with by an algorithm that each rank may choose for itself."""
+        return iter(())
+
     def finish(self) -> None:
         """Called once, when all parts hold their values: the time to lay weights out for the device."""
 

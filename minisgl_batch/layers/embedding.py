@@ -90,6 +90,9 @@ class LMHead(Layer):
         if not self._is_tied:
             yield _vocab_part(self.weight, self.vocab_range, self._vocab_size)
 
+    def factors(self) -> Iterator[torch.Tensor]:
+        yield self.weight
+
     def finish(self) -> None:
         # A tied head may get a copy of its own here: the embedding needs the plain layout.
         self.weight = pack(self.weight)

@@ -14,6 +14,7 @@ import torch
 from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.layers.base import Layer, Part, new_parameter
 from minisgl_batch.layers.packing import linear, pack
+from minisgl_batch.layers.rotary import rotary_order
 from minisgl_batch.layers.sharding import even_share, shard_heads
 
 
@@ -37,12 +38,19 @@ class _Linear(Layer):
         """(num_tokens, in_features) -> (num_tokens, out_features)."""
         return linear(x, self.weight, self.bias)
 
+    def factors(self) -> Iterator[torch.Tensor]:
+        if self.bias is None:
+            yield self.weight
+
     def finish(self) -> None:
         self.weight = pack(self.weight)
 
 
 class LinearReplicated(_Linear):
     """The whole layer on every rank."""
+
+    def factors(self) -> Iterator[torch.Tensor]:
+        return iter(())  # all ranks must get equal bits, and so run the same algorithm
 
     def parts(self) -> Iterator[Part]:
         yield Part("weight", self.weight, tuple(self.weight.shape))
@@ -110,6 +118,10 @@ class LinearColParallelMerged(_LinearMerged):
 class LinearQKVMerged(_LinearMerged):
     """Query, key and value projections, split by KV head: see `shard_heads`. Output: [q heads | k heads | v heads].
 
+    Args:
+        rotary_dim: how many of a head's dimensions are rotated; if not all, those of queries and keys are in the order
+            of `rotary_order`.
+
     Raises:
         InvalidParameterError: the group's size doesn't suit the heads; lists the sizes that do.
     """
@@ -125,6 +137,7 @@ class LinearQKVMerged(_LinearMerged):
         tp: TPGroup,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        rotary_dim: int | None = None,
     ) -> None:
         self.heads = heads = shard_heads(num_heads, num_kv_heads, tp.rank, tp.size)
         q = _Rows("q_proj", num_heads * head_dim, heads.q_start * head_dim, heads.num_heads * head_dim)
@@ -133,6 +146,16 @@ class LinearQKVMerged(_LinearMerged):
             for name in ("k_proj", "v_proj")
         )
         super().__init__(in_features, [q, k, v], bias=bias, dtype=dtype, device=device)
+        self._head_dim, self._rotary_dim = head_dim, rotary_dim or head_dim
+
+    def finish(self) -> None:
+        if self._rotary_dim < self._head_dim:
+            order = rotary_order(self._rotary_dim, self._head_dim).to(self.weight.device)
+            for parameter in (self.weight, self.bias):
+                if parameter is not None:
+                    q_and_k = parameter[: -self.split_sizes[-1]].unflatten(0, (-1, self._head_dim))
+                    q_and_k.copy_(q_and_k[:, order])
+        super().finish()
 
 
 class LinearRowParallel(_Linear):

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from minisgl_kernels.matmul import matmul
+
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
@@ -20,7 +22,7 @@ def linear(
     if weight.is_mkldnn:
         packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return packed if out is None else out.copy_(packed)
-    return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
+    return matmul(x, weight, out) if bias is None else F.linear(x, weight, bias)
 
 
 def pack(weight: nn.Parameter) -> nn.Parameter:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
 
 
@@ -16,18 +16,23 @@ class RopeConfig:
 
     Attributes:
         theta: base of the geometric series of wavelengths.
+        fraction: the part of each head that is rotated, its first dimensions.
         type: "linear" stretches all positions by `factor`; "llama3" stretches long wavelengths only; "yarn" blends
-            from stretched to unstretched over the wavelengths and scales the attention.
+            from stretched to unstretched over the wavelengths and scales the attention; "longrope" stretches each
+            wavelength by a factor of its own.
         factor: how many times the context is longer than the one of pre-training.
-        original_context_len: tokens of the pre-training context (llama3, yarn).
+        original_context_len: tokens of the pre-training context (llama3, yarn, longrope).
         low_freq_factor, high_freq_factor: the context holds fewer than the one many turns of a wavelength: stretched;
             more than the other: left alone; between: blended (llama3).
         beta_fast, beta_slow: the same bounds for yarn, in turns.
         truncate: round yarn's bounds outwards to whole dimensions.
-        attention_factor: cosines and sines are multiplied by it (yarn).
+        attention_factor: cosines and sines are multiplied by it (yarn, longrope).
+        short_factors, long_factors: of the wavelengths, for sequences that fit into the pre-training context, and for
+            longer ones (longrope).
     """
 
     theta: float = 10000.0
+    fraction: float = 1.0
     type: RopeType = "default"
     factor: float = 1.0
     original_context_len: int = 0
@@ -37,6 +42,12 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many of a head's dimensions are rotated."""
+        return int(head_dim * self.fraction)
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
@@ -48,3 +59,8 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
     if mscale and mscale_all_dim:
         return magnitude(mscale) / magnitude(mscale_all_dim)
     return magnitude(1.0)
+
+
+def longrope_attention_factor(factor: float, original_context_len: int) -> float:
+    """The scale that longrope recommends (https://arxiv.org/abs/2402.13753)."""
+    return math.sqrt(1.0 + math.log(factor) / math.log(original_context_len)) if factor > 1.0 else 1.0

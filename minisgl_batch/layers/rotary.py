@@ -2,6 +2,9 @@
 
 Dimension i of a head is rotated together with dimension i + head_dim / 2, as in Hugging Face checkpoints. The models
 take the table's rows of a step, which the kernel that rotates (`minisgl_kernels.norm_rope_store`) reads in each layer.
+
+Where a checkpoint rotates only a head's first dimensions, i goes with i + rotary_dim / 2 there. The rows of query and
+key projections are reordered then when they are loaded, alike, which no attention score notices: `rotary_order`.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from minisgl_batch.layers.rope_config import RopeConfig
@@ -16,6 +20,9 @@ from minisgl_batch.layers.rope_config import RopeConfig
 
 class RotaryEmbedding(nn.Module):
     """The table for positions [0, context_len), shared by all layers of a model.
+
+    Longrope has one set of factors for all of it: the long ones if it is longer than the pre-training context. So a
+    prefix has the same keys in every sequence.
 
     Attributes:
         table: (context_len, 2, head_dim), computed in float32 and rounded to the model's dtype: each position's
@@ -35,8 +42,11 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         positions = torch.arange(context_len, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, inverse_frequencies(config, head_dim, device))
+        rotary_dim = config.rotary_dim(head_dim)
+        angles = torch.outer(positions, inverse_frequencies(config, rotary_dim, context_len, device))
         cos, sin = ((f * config.attention_factor).to(dtype) for f in (angles.cos(), angles.sin()))
+        num_at_rest = (head_dim - rotary_dim) // 2
+        cos, sin = F.pad(cos, (0, num_at_rest), value=1.0), F.pad(sin, (0, num_at_rest))
         table = torch.cat((cos, cos, -sin, sin), dim=-1).view(-1, 2, head_dim)
         self.register_buffer("table", table, persistent=False)
 
@@ -45,16 +55,31 @@ class RotaryEmbedding(nn.Module):
         return self.table[positions]
 
 
-def inverse_frequencies(config: RopeConfig, head_dim: int, device: torch.device | None = None) -> torch.Tensor:
-    """Angle per position of each pair of dimensions: (head_dim / 2,) float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+def rotary_order(rotary_dim: int, head_dim: int) -> torch.Tensor:
+    """Which dimension of a checkpoint's head, (head_dim,) int64, goes to each place of ours.
+
+    rotary_dim / 2 of either half are rotated, and come first in it.
+    """
+    rotated, at_rest = torch.arange(head_dim).split((rotary_dim, head_dim - rotary_dim))
+    (first, second), (third, fourth) = rotated.chunk(2), at_rest.view(2, -1)
+    return torch.cat((first, third, second, fourth))
+
+
+def inverse_frequencies(
+    config: RopeConfig, rotary_dim: int, context_len: int, device: torch.device | None = None
+) -> torch.Tensor:
+    """Angle per position of each pair of dimensions: (rotary_dim / 2,) float32."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     plain = 1.0 / config.theta**exponents
     if config.type == "linear":
         return plain / config.factor
     if config.type == "llama3":
         return _llama3(config, plain)
     if config.type == "yarn":
-        return _yarn(config, plain, head_dim)
+        return _yarn(config, plain, rotary_dim)
+    if config.type == "longrope":
+        factors = config.long_factors if context_len > config.original_context_len else config.short_factors
+        return plain / torch.tensor(factors, dtype=torch.float32, device=device)
     return plain
 
 
@@ -66,20 +91,20 @@ def _llama3(config: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
     return _blend(plain, config.factor, keep)
 
 
-def _yarn(config: RopeConfig, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _yarn(config: RopeConfig, plain: torch.Tensor, rotary_dim: int) -> torch.Tensor:
     """Stretch by dimension, linearly between two bounds (https://arxiv.org/abs/2309.00071, section 3.2)."""
 
     def dimension(turns: float) -> float:
         """Where the original context holds so many turns."""
         wavelengths = config.original_context_len / (turns * 2 * math.pi)
-        return head_dim * math.log(wavelengths) / (2 * math.log(config.theta))
+        return rotary_dim * math.log(wavelengths) / (2 * math.log(config.theta))
 
     low, high = dimension(config.beta_fast), dimension(config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     width = (high - low) or 0.001
-    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device=plain.device) - low) / width
+    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32, device=plain.device) - low) / width
     return _blend(plain, config.factor, 1.0 - ramp.clamp(0.0, 1.0))
 
 

@@ -32,13 +32,20 @@ class StoredTensor:
         name: without the "model." prefix.
         key: as the file has it.
         file: which file.
-        shape: of the whole tensor.
+        shape: of the whole tensor, or of its rows that have the name.
+        first_row: where those begin.
     """
 
     name: str
     key: str
     file: Path
     shape: tuple[int, ...]
+    first_row: int = 0
+
+    def in_file(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where a part of it is in the file's tensor."""
+        start, stop, _ = index[0].indices(self.shape[0])
+        return slice(self.first_row + start, self.first_row + stop), *index[1:]
 
 
 class Checkpoint:
@@ -67,11 +74,11 @@ class Checkpoint:
         """Copy each part's share of its tensor to its target, file by file; one share is in memory besides."""
         by_file = defaultdict(list)
         for name, part in parts.items():
-            by_file[self.tensors[name].file].append((self.tensors[name].key, part))
+            by_file[self.tensors[name].file].append((self.tensors[name], part))
         for file, wanted in by_file.items():
             with _open(file) as opened:
-                for key, part in wanted:
-                    part.target.copy_(opened.get_slice(key)[part.index])
+                for stored, part in wanted:
+                    part.target.copy_(opened.get_slice(stored.key)[stored.in_file(part.index)])
 
 
 def _find_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:

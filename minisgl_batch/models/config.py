@@ -1,4 +1,4 @@
-"""What a model's config.json says, as one frozen record for all dense architectures.
+"""What a model's config.json says, as one frozen record for all architectures.
 
 Reads the file itself, in the spellings of transformers 4.5x and 5.x, with the defaults that transformers has for keys
 that are missing. Knows nothing of torch. Called by the engine and by whoever needs a model's context length.
@@ -7,12 +7,13 @@ that are missing. Knows nothing of torch. Called by the engine and by whoever ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl_batch.layers.rope_config import RopeConfig
 from minisgl_batch.layers.sharding import check_tp_size
 from minisgl_batch.models.config_file import ConfigFile
+from minisgl_batch.models.moe_config import MoEConfig, no_experts, qwen_moe, read_mixtral
 from minisgl_batch.models.rope import read_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -20,17 +21,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder-only transformer.
+    """A decoder-only transformer.
 
     Attributes:
         architecture: the checkpoint's class name in transformers.
-        intermediate_size: width of the MLP.
+        intermediate_size: width of dense MLPs.
         max_position_embeddings: the context length that the checkpoint states; see `context_len`.
         attention_bias: query, key and value projections have a bias.
         attention_output_bias: so has the output projection.
         qk_norm: queries and keys are normalised per head.
         sliding_window: per layer, how many tokens back a token sees (itself included); None sees all.
+        moe: None: all MLPs are dense.
         dtype: what the checkpoint was saved in: "float32", "bfloat16" or "float16".
+        max_len: no sequence is longer, in tokens; None: nothing is known but the context.
     """
 
     architecture: str
@@ -50,15 +53,49 @@ class ModelConfig:
     qk_norm: bool
     sliding_window: tuple[int | None, ...]
     rope: RopeConfig
+    moe: MoEConfig | None = None
     dtype: str
+    max_len: int | None = None
 
     @property
     def context_len(self) -> int:
-        """The longest sequence that the model can take, in tokens."""
+        """The longest sequence that the model can take, or is asked to, in tokens."""
+        if self.max_len is not None:
+            return self.max_len
+        # The common recipes for longer contexts add the scaling without raising max_position_embeddings.
         if self.rope.type == "yarn":
-            # Qwen's recipe for long contexts adds yarn to the config without raising max_position_embeddings.
             return max(self.max_position_embeddings, round(self.rope.original_context_len * self.rope.factor))
+        if self.rope.type == "linear":
+            return round(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
+
+    def limited_to(self, max_len: int) -> ModelConfig:
+        """For sequences of at most `max_len` tokens, which is no more than the context."""
+        return replace(self, max_len=max_len)
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens back a token sees in a layer; None where that are all of the longest sequence."""
+        window = self.sliding_window[layer]
+        return None if window is None or window >= self.context_len else window
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer has one."""
+        return any(self.window(layer) is not None for layer in range(self.num_layers))
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer's MLP is a mixture of experts."""
+        return self.moe is not None and self.moe.is_sparse[layer]
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Of all kinds of MLPs and experts that the layers have."""
+        moe = self.moe
+        if moe is None:
+            return (self.intermediate_size,)
+        dense = () if all(moe.is_sparse) else (self.intermediate_size,)
+        shared = () if moe.shared_intermediate_size is None else (moe.shared_intermediate_size,)
+        return (*dense, moe.intermediate_size, *shared)
 
     def num_kv_heads_per_rank(self, tp_size: int) -> int:
         """KV heads that each rank of a group holds; more in all than the model has when they are replicated."""
@@ -70,7 +107,7 @@ class ModelConfig:
         Raises:
             InvalidParameterError: lists the sizes that work.
         """
-        check_tp_size(tp_size, self.num_heads, self.num_kv_heads, self.intermediate_size)
+        check_tp_size(tp_size, self.num_heads, self.num_kv_heads, *self.mlp_widths)
 
 
 def load_model_config(path: Path) -> ModelConfig:
@@ -86,6 +123,7 @@ def load_model_config(path: Path) -> ModelConfig:
     num_layers = file.count("num_hidden_layers")
     num_heads = file.count("num_attention_heads")
     hidden_size = file.count("hidden_size")
+    head_dim = file.count("head_dim", family.head_dim or hidden_size // num_heads)
     max_position_embeddings = file.count("max_position_embeddings", family.max_position_embeddings)
     config = ModelConfig(
         architecture=architecture,
@@ -93,10 +131,10 @@ def load_model_config(path: Path) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(file, family, num_heads),
-        head_dim=file.count("head_dim", family.head_dim or hidden_size // num_heads),
+        head_dim=head_dim,
         intermediate_size=file.count("intermediate_size"),
         vocab_size=file.count("vocab_size"),
-        rms_norm_eps=file.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=file.number("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=file.flag("tie_word_embeddings", False),
         attention_bias=family.attention_bias(file),
@@ -104,7 +142,8 @@ def load_model_config(path: Path) -> ModelConfig:
         mlp_bias=family.mlp_bias(file),
         qk_norm=family.qk_norm,
         sliding_window=family.sliding_window(file, num_layers),
-        rope=read_rope(file, max_position_embeddings),
+        rope=read_rope(file, head_dim, max_position_embeddings, family.rope_theta, family.partial_rotary),
+        moe=family.moe(file, num_layers),
         dtype=file.choice(file.either("dtype", "torch_dtype"), DTYPES, "float32"),
     )
     if config.num_heads % config.num_kv_heads:
@@ -124,37 +163,57 @@ def _always(_file: ConfigFile) -> bool:
     return True
 
 
-def _as_configured(key: str) -> Callable[[ConfigFile], bool]:
-    return lambda file: file.flag(key, False)
+def _as_configured(key: str, default: bool = False) -> Callable[[ConfigFile], bool]:
+    return lambda file: file.flag(key, default)
 
 
 def _no_window(_file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     return (None,) * num_layers
 
 
-def _window_in_all_layers(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    return (_window(file),) * num_layers
+def _window_in_all_layers(default: int | None) -> Callable[[ConfigFile, int], tuple[int | None, ...]]:
+    return lambda file, num_layers: (_window(file, default),) * num_layers
+
+
+def _no_window_or_refused(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    if file.flag("use_sliding_window", False):
+        raise file.error(
+            "use_sliding_window", "isn't supported: releases of transformers differ in which layers have one"
+        )
+    return (None,) * num_layers
 
 
 def _window_by_layer(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """Qwen's rule: layers from `max_window_layers` on, unless `layer_types` says which."""
-    window = _window(file) if file.flag("use_sliding_window", False) else None
-    layer_types = file.data.get("layer_types")
-    if layer_types is None:
+    window = _window(file, 4096) if file.flag("use_sliding_window", False) else None
+    if file.data.get("layer_types") is None:
         first = file.count("max_window_layers", 28, low=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    return _layer_types(file, num_layers, window)
+
+
+def _window_by_layer_type(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    """Ministral's rule: all layers, unless `layer_types` says which."""
+    window = _window(file, 4096)
+    if file.data.get("layer_types") is None:
+        return (window,) * num_layers
+    return _layer_types(file, num_layers, window)
+
+
+def _layer_types(file: ConfigFile, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    layer_types = file.data["layer_types"]
     known = ("full_attention", "sliding_attention")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers or any(t not in known for t in layer_types):
         raise file.error("layer_types", f"must be a list of {num_layers} of {' and '.join(known)}")
     if window is None and "sliding_attention" in layer_types:
-        raise file.error("layer_types", "names sliding_attention, but use_sliding_window and sliding_window don't")
+        raise file.error("layer_types", "names sliding_attention, but sliding_window (use_sliding_window) sets none")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
 
 
-def _window(file: ConfigFile) -> int | None:
-    if "sliding_window" in file.data and file.data["sliding_window"] is None:
+def _window(file: ConfigFile, default: int | None) -> int | None:
+    if file.data.get("sliding_window", default) is None:
         return None
-    return file.count("sliding_window", 4096)
+    return file.count("sliding_window", default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +224,8 @@ class _Family:
     """
 
     max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
     num_kv_heads: int | None = None
     head_dim: int | None = None
     attention_bias: Callable[[ConfigFile], bool] = _never
@@ -172,6 +233,8 @@ class _Family:
     mlp_bias: Callable[[ConfigFile], bool] = _never
     qk_norm: bool = False
     sliding_window: Callable[[ConfigFile, int], tuple[int | None, ...]] = _no_window
+    partial_rotary: bool = False
+    moe: Callable[[ConfigFile, int], MoEConfig | None] = no_experts
 
 
 _FAMILIES = {
@@ -181,10 +244,29 @@ _FAMILIES = {
         attention_output_bias=_as_configured("attention_bias"),
         mlp_bias=_as_configured("mlp_bias"),
     ),
+    "MinistralForCausalLM": _Family(
+        max_position_embeddings=131072,
+        num_kv_heads=8,
+        sliding_window=_window_by_layer_type,
+    ),
     "MistralForCausalLM": _Family(
         max_position_embeddings=131072,
         num_kv_heads=8,
-        sliding_window=_window_in_all_layers,
+        sliding_window=_window_in_all_layers(4096),
+    ),
+    "MixtralForCausalLM": _Family(
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        num_kv_heads=8,
+        sliding_window=_window_in_all_layers(None),
+        moe=read_mixtral,
+    ),
+    "Phi3ForCausalLM": _Family(
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        sliding_window=_window_in_all_layers(None),
+        partial_rotary=True,
     ),
     "Qwen2ForCausalLM": _Family(
         max_position_embeddings=32768,
@@ -200,6 +282,22 @@ _FAMILIES = {
         attention_output_bias=_as_configured("attention_bias"),
         qk_norm=True,
         sliding_window=_window_by_layer,
+    ),
+    "Qwen2MoeForCausalLM": _Family(
+        max_position_embeddings=32768,
+        num_kv_heads=16,
+        attention_bias=_as_configured("qkv_bias", default=True),
+        sliding_window=_no_window_or_refused,
+        moe=qwen_moe(num_experts=60, top_k=4, intermediate_size=1408, shared_intermediate_size=5632),
+    ),
+    "Qwen3MoeForCausalLM": _Family(
+        max_position_embeddings=32768,
+        num_kv_heads=4,
+        attention_bias=_as_configured("attention_bias"),
+        attention_output_bias=_as_configured("attention_bias"),
+        qk_norm=True,
+        sliding_window=_no_window_or_refused,
+        moe=qwen_moe(num_experts=128, top_k=8, intermediate_size=768, shared_intermediate_size=None),
     ),
 }
 

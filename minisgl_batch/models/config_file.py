@@ -65,6 +65,13 @@ class ConfigFile:
             raise self.error(key, f"must be a number of at least 0, got {value!r}")
         return float(value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers greater than 0; it must be there."""
+        values = self._get(key, None)
+        if not isinstance(values, list) or not all(isinstance(v, int | float) and 0 < v < math.inf for v in values):
+            raise self.error(key, f"must be a list of numbers greater than 0, got {values!r}")
+        return tuple(map(float, values))
+
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The dense pre-norm transformer: Llama, Mistral, Qwen2 and Qwen3, which differ in configuration only.
+"""The pre-norm transformer: Llama, Mistral, Qwen, Phi and mixtures of experts, which only their configs tell apart.
 
 Module names follow Hugging Face checkpoints, with q/k/v and gate/up merged. Built by `registry.make_model`.
 """
@@ -12,36 +12,11 @@ from minisgl_batch.attention.base import ForwardContext
 from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.layers.attention import SelfAttention
 from minisgl_batch.layers.embedding import LMHead, VocabParallelEmbedding
-from minisgl_batch.layers.linear import LinearColParallelMerged, LinearRowParallel
 from minisgl_batch.layers.norm import RMSNorm
 from minisgl_batch.layers.rotary import RotaryEmbedding
 from minisgl_batch.models.base import CausalLM
 from minisgl_batch.models.config import ModelConfig
-from minisgl_kernels.silu_and_mul import silu_and_mul
-
-
-class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | None) -> None:
-        super().__init__()
-        width = config.intermediate_size
-        self.gate_up_proj = LinearColParallelMerged(
-            config.hidden_size,
-            {"gate_proj": width, "up_proj": width},
-            bias=config.mlp_bias,
-            tp=tp,
-            dtype=dtype,
-            device=device,
-        )
-        self.down_proj = LinearRowParallel(
-            width, config.hidden_size, bias=config.mlp_bias, tp=tp, dtype=dtype, device=device
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(num_tokens, hidden_size) -> this rank's share of the same shape."""
-        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
-        return out
+from minisgl_batch.models.mlp import MLP, SparseMLP
 
 
 class DecoderLayer(nn.Module):
@@ -61,7 +36,8 @@ class DecoderLayer(nn.Module):
             qkv_bias=config.attention_bias,
             output_bias=config.attention_output_bias,
             qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-            window=config.sliding_window[layer],
+            window=config.window(layer),
+            rotary_dim=config.rope.rotary_dim(config.head_dim),
             tp=tp,
             dtype=dtype,
             device=device,
@@ -69,7 +45,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(
             config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, tp=tp
         )
-        self.mlp = MLP(config, tp, dtype, device)
+        self.mlp: MLP | SparseMLP = (
+            SparseMLP(config, tp, dtype, device)
+            if config.is_sparse(layer)
+            else MLP(config, config.intermediate_size, tp, dtype, device)
+        )
 
     def forward(
         self,
@@ -91,10 +71,10 @@ class DecoderLayer(nn.Module):
 
 
 class DenseModel(CausalLM):
-    """One rank's share of a dense model.
+    """One rank's share of a model, dense but for MLPs that are mixtures of experts.
 
     Args:
-        config: any of the supported dense architectures.
+        config: any of the supported architectures.
         tp: the group that shares it.
         dtype: compute type of weights and activations.
         device: where the weights are; "meta" for sizes only; None is torch's default.

@@ -19,9 +19,14 @@ _DENSE = "minisgl_batch.models.dense:DenseModel"
 # Architecture, as in the first entry of config.json's `architectures` -> module:class.
 _MODELS = {
     "LlamaForCausalLM": _DENSE,
+    "MinistralForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,
+    "MixtralForCausalLM": _DENSE,
+    "Phi3ForCausalLM": _DENSE,
     "Qwen2ForCausalLM": _DENSE,
     "Qwen3ForCausalLM": _DENSE,
+    "Qwen2MoeForCausalLM": _DENSE,
+    "Qwen3MoeForCausalLM": _DENSE,
 }
 
 

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
-from minisgl_batch.layers.rope_config import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
+from minisgl_batch.layers.rope_config import (
+    ROPE_TYPES,
+    RopeConfig,
+    RopeType,
+    longrope_attention_factor,
+    yarn_attention_factor,
+)
 from minisgl_batch.models.config_file import ConfigFile
 
-DEFAULT_THETA = 10000.0
 
-
-def read_rope(file: ConfigFile, max_position_embeddings: int) -> RopeConfig:
+def read_rope(
+    file: ConfigFile, head_dim: int, max_position_embeddings: int, default_theta: float, may_be_partial: bool
+) -> RopeConfig:
     """From `rope_parameters` (5.x), or from `rope_theta` and `rope_scaling` (4.5x).
+
+    Args:
+        may_be_partial: whether the architecture can rotate a part of each head.
 
     Raises:
         ModelError: the type isn't supported, or lacks a parameter; names the file and the key.
     """
-    _refuse_partial(file)
     params = file.child("rope_scaling") or file.child("rope_parameters")
+    fraction = _fraction(params or file, _fraction(file, 1.0, head_dim, may_be_partial), head_dim, may_be_partial)
     if params is None:
-        return RopeConfig(theta=_theta(file, DEFAULT_THETA))
-    _refuse_partial(params)
+        return RopeConfig(theta=_theta(file, default_theta), fraction=fraction)
+    rope = _read(params, max_position_embeddings, file, default_theta)
+    if rope.type == "longrope":
+        num_wavelengths = int(head_dim * fraction) // 2
+        for key, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+            if len(factors) != num_wavelengths:
+                raise params.error(key, f"must be a list of {num_wavelengths} numbers, got {len(factors)}")
+    return replace(rope, fraction=fraction)
+
+
+def _read(params: ConfigFile, max_position_embeddings: int, file: ConfigFile, default_theta: float) -> RopeConfig:
     for key, value in params.data.items():
         if isinstance(value, dict):
             raise params.error(key, "rotary parameters per layer type aren't supported")
-    theta = _theta(params, _theta(file, DEFAULT_THETA))
-    rope_type = cast(RopeType, params.choice(params.either("rope_type", "type"), ROPE_TYPES, "default"))
+    theta = _theta(params, _theta(file, default_theta))
+    rope_type = _type(params)
     if rope_type == "default":
         return RopeConfig(theta=theta)
     if rope_type == "linear":
@@ -37,7 +56,17 @@ def read_rope(file: ConfigFile, max_position_embeddings: int) -> RopeConfig:
     )
     if rope_type == "llama3":
         return _llama3(params, theta, original_context_len)
+    if rope_type == "longrope":
+        return _longrope(params, theta, original_context_len, max_position_embeddings)
     return _yarn(params, theta, original_context_len, max_position_embeddings)
+
+
+def _type(params: ConfigFile) -> RopeType:
+    key = params.either("rope_type", "type")
+    named = params.choice(key, (*ROPE_TYPES, "su"), "default")
+    # Phi's first releases called longrope "su", and later "yarn".
+    is_longrope = named == "su" or (named == "yarn" and params.data.get("long_factor") is not None)
+    return "longrope" if is_longrope else cast(RopeType, named)
 
 
 def _llama3(params: ConfigFile, theta: float, original_context_len: int) -> RopeConfig:
@@ -70,6 +99,20 @@ def _yarn(params: ConfigFile, theta: float, original_context_len: int, max_posit
     )
 
 
+def _longrope(params: ConfigFile, theta: float, original_context_len: int, max_position_embeddings: int) -> RopeConfig:
+    factor = _factor(params, max_position_embeddings / original_context_len)
+    recommended = longrope_attention_factor(factor, original_context_len)
+    return RopeConfig(
+        theta=theta,
+        type="longrope",
+        factor=factor,
+        original_context_len=original_context_len,
+        attention_factor=params.number("attention_factor", recommended),
+        short_factors=params.numbers("short_factor"),
+        long_factors=params.numbers("long_factor"),
+    )
+
+
 def _factor(params: ConfigFile, default: float | None = None) -> float:
     factor = params.number("factor", default)
     if factor <= 0.0:
@@ -84,6 +127,13 @@ def _theta(params: ConfigFile, default: float) -> float:
     return theta
 
 
-def _refuse_partial(params: ConfigFile) -> None:
-    if params.number("partial_rotary_factor", 1.0) != 1.0:
-        raise params.error("partial_rotary_factor", "rotating a part of each head isn't supported")
+def _fraction(params: ConfigFile, default: float, head_dim: int, may_be_partial: bool) -> float:
+    fraction = params.number("partial_rotary_factor", default)
+    if fraction == 1.0:
+        return fraction
+    if not may_be_partial:
+        raise params.error("partial_rotary_factor", "rotating a part of each head isn't supported for this model")
+    rotary_dim = int(head_dim * fraction)
+    if fraction > 1.0 or rotary_dim % 2 or rotary_dim < 2:
+        raise params.error("partial_rotary_factor", f"{fraction:g} of {head_dim} dimensions isn't an even number")
+    return fraction

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -68,6 +70,7 @@ def _read(checkpoint: Checkpoint, model: CausalLM) -> None:
     parts = checkpoint_parts(model)
     if model.config.tie_word_embeddings:
         _drop_tied_copy(checkpoint.tensors)
+    _split_merged(checkpoint.tensors, model)
     _check_names(checkpoint, parts, model.config.architecture)
     _check_shapes(checkpoint, parts)
     checkpoint.read(parts)
@@ -89,6 +92,26 @@ def _drop_tied_copy(tensors: dict[str, StoredTensor]) -> None:
         tensors.setdefault(EMBEDDING, head)
 
 
+def _split_merged(tensors: dict[str, StoredTensor], model: CausalLM) -> None:
+    """Phi's checkpoints hold some of the layers merged that ours are: name their rows as other checkpoints do."""
+    for path, layer in _layers(model):
+        siblings = defaultdict(list)
+        for part in layer.parts():
+            if part.sibling is not None:
+                siblings[f"{path}.{part.name}"].append(part)
+        for merged_name, parts in siblings.items():
+            merged = tensors.pop(merged_name, None)
+            if merged is None:
+                continue
+            num_rows = sum(part.full_shape[0] for part in parts)
+            _check_shape(merged, (num_rows, *parts[0].full_shape[1:]))
+            first_row = 0
+            for part in parts:
+                name = f"{path.rpartition('.')[0]}.{part.sibling}.{part.name}"
+                tensors[name] = replace(merged, name=name, shape=part.full_shape, first_row=first_row)
+                first_row += part.full_shape[0]
+
+
 def _check_names(checkpoint: Checkpoint, parts: dict[str, Part], architecture: str) -> None:
     missing = [name for name in parts if name not in checkpoint.tensors]
     if missing:
@@ -103,12 +126,14 @@ def _check_names(checkpoint: Checkpoint, parts: dict[str, Part], architecture: s
 
 def _check_shapes(checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
     for name, part in parts.items():
-        stored = checkpoint.tensors[name]
-        if stored.shape != part.full_shape:
-            raise ModelError(
-                f"{stored.file}: {stored.key} has the shape {list(stored.shape)}, but config.json asks for "
-                f"{list(part.full_shape)}"
-            )
+        _check_shape(checkpoint.tensors[name], part.full_shape)
+
+
+def _check_shape(stored: StoredTensor, wanted: tuple[int, ...]) -> None:
+    if stored.shape != wanted:
+        raise ModelError(
+            f"{stored.file}: {stored.key} has the shape {list(stored.shape)}, but config.json asks for {list(wanted)}"
+        )
 
 
 def _named(names: list[str]) -> str:

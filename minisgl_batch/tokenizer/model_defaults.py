@@ -68,7 +68,8 @@ def _context_length(config: dict[str, Any], file: Path) -> int:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     factor = rope.get("factor") or 1.0
-    if rope_type in SELF_CONTAINED_ROPE_TYPES:
+    # Phi's longrope was once called "yarn".
+    if rope_type in SELF_CONTAINED_ROPE_TYPES or "long_factor" in rope:
         return int(length)
     if rope_type == "yarn":
         length = rope.get("original_max_position_embeddings") or length

@@ -54,12 +54,16 @@ def step_ms(bench: Bench, num_steps: int) -> float:
 
 
 def floor_ms(model: str, num_rows: int, context: float) -> float:
-    """Weights and KV read once at the memory's speed."""
+    """Weights and KV read once at the memory's speed; of experts, as many as evenly routed rows need."""
     shape = SHAPES[model]
     layers, hidden, head_dim = shape["num_hidden_layers"], shape["hidden_size"], shape["head_dim"]
     kv = 2 * shape["num_key_value_heads"] * head_dim
     q = shape["num_attention_heads"] * head_dim
-    weights = layers * hidden * (2 * q + kv + 3 * shape["intermediate_size"]) + hidden * shape["vocab_size"]
+    width = shape["intermediate_size"]
+    if "num_experts" in shape:
+        touched = 1 - (1 - shape["num_experts_per_tok"] / shape["num_experts"]) ** num_rows
+        width = touched * shape["num_experts"] * shape["moe_intermediate_size"]
+    weights = layers * hidden * (2 * q + kv + 3 * width) + hidden * shape["vocab_size"]
     return 2 * (weights + num_rows * context * layers * kv) / READ_BYTES_PER_S * 1000
 
 

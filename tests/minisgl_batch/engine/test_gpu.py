@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,27 @@ def test_shared_prefixes_are_used(model: Path) -> None:
     engine.scheduler._engine.launch = lambda batch: (seen.append(batch.shared), launch(batch))[1]  # type: ignore[method-assign]
     engine.run([[*stem, i] for i in range(256)], max_tokens=20)
     assert any(shared is not None and shared.num_rows.tolist() == [256] for shared in seen)
+
+
+def test_decode_steps_run_chosen_algorithms(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With cuBLASLt's fastest everywhere; the second start takes them from the first one's file."""
+    prompts = prompts_with_stems(100)
+    want = served(model).run(prompts, max_tokens=40)
+    monkeypatch.setattr("minisgl_kernels.cpp.cache_dir", lambda: tmp_path)
+    monkeypatch.setattr("minisgl_kernels.matmul._MIN_GAIN", 0.0)
+    runs = []
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            runs.append(served(model, cache="naive").run(prompts, max_tokens=40))
+        (line,) = [message for message in caplog.messages if "another algorithm" in message]
+        num_chosen, num_products, num_timed = (int(word) for word in line.split() if word.isdigit())
+        assert num_chosen > 0.8 * num_products > 0  # not every algorithm does fewer rows than it was timed for
+        assert (num_timed == 0) == (len(runs) == 2)
+        assert agreeing_tokens(want, runs[-1]) > 0.4  # see above
+    assert agreeing_tokens(*runs) > 0.95
 
 
 def test_sampled_rows_repeat(model: Path) -> None:

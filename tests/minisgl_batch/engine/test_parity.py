@@ -13,7 +13,7 @@ import torch
 from tests.minisgl_batch.engine.served import Served
 from tests.minisgl_batch.models.hf import random_model, save
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 NUM_TOKENS = 8
 Model = tuple[Any, Path]
 

@@ -158,6 +158,20 @@ def test_a_head_of_its_own_has_its_own_weight() -> None:
     assert head.gather(head(hidden)).shape == (2, 20)
 
 
+def test_algorithms_are_chosen_for_weights_without_a_bias() -> None:
+    for bias in (True, False):
+        row = LinearRowParallel(4, 4, bias=bias, tp=SINGLE, dtype=torch.float32)
+        column = LinearColParallelMerged(4, {"gate": 2, "up": 2}, bias=bias, tp=SINGLE, dtype=torch.float32)
+        for layer in (row, column):
+            assert [id(weight) for weight in layer.factors()] == [] if bias else [id(layer.weight)]
+        # Ranks that chose differently would disagree about the output.
+        assert not list(LinearReplicated(4, 4, bias=bias, dtype=torch.float32).factors())
+    embedding = VocabParallelEmbedding(9, 4, tp=SINGLE, dtype=torch.float32)
+    assert not list(embedding.factors())
+    head = LMHead(9, 4, tp=SINGLE, dtype=torch.float32, tied=embedding)
+    assert [id(weight) for weight in head.factors()] == [id(embedding.weight)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parameters_are_made_where_and_as_asked(dtype: torch.dtype) -> None:
     with torch.device("meta"):

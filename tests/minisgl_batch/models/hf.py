@@ -10,21 +10,37 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FAMILIES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def random_model(family: str, **given: Any) -> PreTrainedModel:
@@ -44,9 +60,19 @@ def random_model(family: str, **given: Any) -> PreTrainedModel:
         "rope_theta": random.choice((500.0, 10000.0, 1e6)),
         "tie_word_embeddings": random.random() < 0.5,
         "attn_implementation": "eager",
+        "pad_token_id": None,  # else an embedding of it must be there
+        "experts_implementation": "eager",  # the others want aligned sizes
     }
-    if family == "qwen3":
+    if family in ("ministral", "qwen3", "qwen3_moe"):
         sizes["head_dim"] = 2 * random.randrange(2, 9)
+    if family in MOE_FAMILIES:
+        sizes["num_experts"] = num_experts = random.randrange(2, 9)
+        sizes["num_experts_per_tok"] = random.randint(1, num_experts)
+    if family in ("qwen2_moe", "qwen3_moe"):
+        sizes["moe_intermediate_size"] = random.randrange(10, 40)
+        sizes["norm_topk_prob"] = random.random() < 0.5
+    if family == "qwen2_moe":
+        sizes["shared_expert_intermediate_size"] = random.randrange(10, 40)
     config_class, model_class = FAMILIES[family]
     model: PreTrainedModel = model_class(config_class(**(sizes | given))).eval()
     with torch.no_grad():

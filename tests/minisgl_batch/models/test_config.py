@@ -67,11 +67,11 @@ def test_defaults_equal_those_of_transformers_config_classes(family: str, tmp_pa
     reference = config_class(**heads)
     ours = parse(tmp_path, architectures=[model.__name__], **heads)
     assert ours.num_kv_heads == reference.num_key_value_heads
-    assert ours.head_dim == getattr(reference, "head_dim", 32)
+    assert ours.head_dim == (getattr(reference, "head_dim", None) or 32)
     assert ours.rms_norm_eps == reference.rms_norm_eps
     assert ours.max_position_embeddings == reference.max_position_embeddings
     assert ours.tie_word_embeddings == reference.tie_word_embeddings
-    if family in ("llama", "mistral"):  # older Qwen configs keep a window that they don't use
+    if family in ("llama", "ministral", "mistral", "phi3"):  # older Qwen configs keep a window that they don't use
         assert ours.sliding_window[0] == getattr(reference, "sliding_window", None)
 
 
@@ -154,11 +154,15 @@ def test_rotary_parameters_in_both_spellings(
     assert old.dtype == "bfloat16"
 
 
-def test_yarn_lengthens_the_context(tmp_path: Path) -> None:
+def test_yarn_and_linear_scaling_lengthen_the_context(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert parse(tmp_path, rope_scaling=yarn, max_position_embeddings=512).context_len == 2048
     assert parse(tmp_path, rope_scaling=yarn, max_position_embeddings=4096).context_len == 4096
     assert parse(tmp_path, max_position_embeddings=512).context_len == 512
+    linear = {"rope_type": "linear", "factor": 4.0}
+    assert parse(tmp_path, rope_scaling=linear, max_position_embeddings=512).context_len == 2048
+    llama3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+    assert parse(tmp_path, rope_scaling=llama3, max_position_embeddings=512).context_len == 512
 
 
 @pytest.mark.parametrize(
@@ -167,7 +171,12 @@ def test_yarn_lengthens_the_context(tmp_path: Path) -> None:
         ("Mistral", {}, (4096,) * 4),
         ("Mistral", {"sliding_window": None}, (None,) * 4),
         ("Mistral", {"sliding_window": 9}, (9,) * 4),
+        ("Ministral", {}, (4096,) * 4),
+        ("Ministral", {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}, (9, None) * 2),
+        ("Ministral", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, (None,) * 4),
         ("Llama", {"sliding_window": 9}, (None,) * 4),
+        ("Phi3", {}, (None,) * 4),
+        ("Phi3", {"sliding_window": 9}, (9,) * 4),
         ("Qwen2", {"sliding_window": 9}, (None,) * 4),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 9}, (None,) * 4),  # from layer 28 on
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, (None, 9, 9, 9)),
@@ -188,18 +197,40 @@ def test_windows_per_layer(family: str, keys: dict[str, Any], windows: tuple[int
     assert parse_as(tmp_path, family, num_key_value_heads=8, **keys).sliding_window == windows
 
 
+def test_a_window_that_no_sequence_outgrows_is_none(tmp_path: Path) -> None:
+    config = parse_as(tmp_path, "Mistral", num_key_value_heads=8, sliding_window=9, max_position_embeddings=10)
+    assert [config.window(layer) for layer in range(4)] == [9] * 4
+    assert config.has_windows
+    short = config.limited_to(9)
+    assert [short.window(layer) for layer in range(4)] == [None] * 4
+    assert not short.has_windows
+    assert short.context_len == 9
+
+
 def test_explicit_nulls_mean_as_many_kv_heads_as_heads(tmp_path: Path) -> None:
     config = parse_as(tmp_path, "Mistral", num_key_value_heads=None, head_dim=None)
     assert (config.num_kv_heads, config.head_dim) == (8, 8)
 
 
+PHI = {"architectures": ["Phi3ForCausalLM"]}
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: 'GPT2LMHeadModel'.*Qwen3For"),
     "no architecture": ({"architectures": None}, r"architectures: must be a list.*supported are LlamaForCausalLM"),
     "quantized": ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config: .*awq.*bfloat16"),
     "float8": ({"torch_dtype": "float8_e4m3fn"}, r"torch_dtype: 'float8_e4m3fn'.*supported are float32"),
     "dynamic rope": ({"rope_scaling": {"type": "dynamic", "factor": 2}}, r"rope_scaling\.type: 'dynamic'.*yarn"),
-    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters\.rope_type: 'longrope'.*llama3"),
+    "longrope without factors": (
+        {"rope_parameters": {"rope_type": "longrope"}},
+        r"rope_parameters\.short_factor: is missing",
+    ),
+    "longrope of another size": (
+        {"rope_scaling": {"type": "su", "short_factor": [1, 1, 1, 1], "long_factor": [1, 2]}},
+        r"rope_scaling\.long_factor: must be a list of 4 numbers, got 2",
+    ),
+    "longrope of no numbers": (
+        {"rope_scaling": {"type": "su", "short_factor": [1, 0, 1, 1]}},
+        r"rope_scaling\.short_factor: must be a list of numbers greater than 0",
+    ),
     "no rope factor": ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor: is missing"),
     "rope factor 0": ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope_scaling\.factor: .*greater than 0"),
     "no llama3 bound": ({"rope_scaling": {"type": "llama3", "factor": 2}}, r"rope_scaling\.low_freq_factor: is miss"),
@@ -211,7 +242,12 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
         r"rope_parameters\.full_attention: .*per layer type",
     ),
-    "partial rope": ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: "),
+    "partial rope": ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: rotating a part"),
+    "odd part": (PHI | {"partial_rotary_factor": 0.4}, r"partial_rotary_factor: 0\.4 of 8 dimensions isn't an even"),
+    "more than a head": (
+        PHI | {"rope_parameters": {"partial_rotary_factor": 1.5}},
+        r"rope_parameters\.partial_rotary_factor: 1\.5 of 8",
+    ),
     "theta": ({"rope_theta": 0}, r"rope_theta: must be greater than 1"),
     "other activation": ({"hidden_act": "gelu"}, r"hidden_act: 'gelu'.*silu"),
     "kv heads": ({"num_key_value_heads": 3}, r"num_key_value_heads: 3 doesn't divide the 8"),

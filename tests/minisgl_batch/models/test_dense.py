@@ -30,6 +30,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+PARTIAL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "partial_rotary_factor": 0.75}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -42,8 +44,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, yarn with attention_factor": ("qwen3", {"rope_scaling": YARN | {"attention_factor": 1.37}}),
     "qwen2, yarn with mscale": ("qwen2", {"rope_scaling": YARN | {"mscale": 1.3, "mscale_all_dim": 0.6}}),
     "mistral, yarn with betas": ("mistral", {"rope_scaling": YARN | {"beta_fast": 8.0, "beta_slow": 0.5}}),
+    "ministral, window": ("ministral", {"sliding_window": 6}),
+    "ministral, window in odd layers": (
+        "ministral",
+        {"num_hidden_layers": 2, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "mistral, window": ("mistral", {"sliding_window": 7}),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 14}),
+    "phi3": ("phi3", {}),
+    "phi3, window": ("phi3", {"sliding_window": 6}),
+    "phi3, a part of each head rotated": ("phi3", PARTIAL),
     "qwen2": ("qwen2", {}),
     "qwen2, window in upper layers": (
         "qwen2",
@@ -60,6 +70,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral, window": ("mixtral", {"sliding_window": 6}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe, no biases, dense second layer": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, renormalised": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3_moe, all experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": False}),
+    "qwen3_moe, every second layer": ("qwen3_moe", {"num_hidden_layers": 3, "decoder_sparse_step": 2}),
 }
 
 

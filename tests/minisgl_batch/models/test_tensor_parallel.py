@@ -24,7 +24,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "untied, odd vocabulary": ("mistral", {"vocab_size": 8191, "tie_word_embeddings": False}),
     "biases on both sides": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "a KV head per rank": ("qwen2", {"num_key_value_heads": 4}),
+    "merged in the checkpoint, a part of each head rotated": ("phi3", {"partial_rotary_factor": 0.75}),
     "a rank without tokens": ("llama", {"vocab_size": 9}),
+    "experts": ("qwen3_moe", {"moe_intermediate_size": 12, "mlp_only_layers": [0], "norm_topk_prob": True}),
+    "a shared expert": ("qwen2_moe", {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}),
+    "experts under Mixtral's names": ("mixtral", {}),
 }
 
 

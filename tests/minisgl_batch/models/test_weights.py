@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,15 @@ Tensors = dict[str, torch.Tensor]
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(params=["untied", "tied"])
+@pytest.fixture(params=["untied", "tied", "experts", "experts, other names"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A checkpoint with everything that can be there: biases, norms of queries and keys."""
-    reference = random_model("qwen3", attention_bias=True, tie_word_embeddings=request.param == "tied")
-    return save(reference, tmp_path / request.param)
+    """A checkpoint with everything that can be there: biases, norms of queries and keys; experts, also a shared one."""
+    if "experts" in request.param:
+        family = "mixtral" if "other names" in request.param else "qwen2_moe"
+        reference = random_model(family, tie_word_embeddings=False)
+    else:
+        reference = random_model("qwen3", attention_bias=True, tie_word_embeddings=request.param == "tied")
+    return save(reference, tmp_path / "model")
 
 
 def empty_model(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -128,7 +133,7 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "missing": (lambda t: t.pop(KEY), r"lacks layers\.1\.self_attn\.k_proj\.weight"),
     "unknown": (
         lambda t: t.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(1)}),
-        r"model\.safetensors holds model\.layers\.0\.mlp\.up_proj\.bias, which Qwen3ForCausalLM",
+        r"model\.safetensors holds model\.layers\.0\.mlp\.up_proj\.bias, which \w+ForCausalLM",
     ),
     "another shape": (
         lambda t: t.update({KEY: torch.zeros(3, 5)}),
@@ -154,6 +159,15 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 def test_a_faulty_tensor_is_named(fault: str, folder: Path) -> None:
     change, message = TENSOR_FAULTS[fault]
     rewrite(folder, change)
+    with pytest.raises(ModelError, match=message):
+        loaded(folder)
+
+
+def test_merged_layers_of_another_size_are_named(tmp_path: Path) -> None:
+    folder, key = save(random_model("phi3"), tmp_path), "model.layers.1.mlp.gate_up_proj.weight"
+    num_rows, width = load_file(folder / WEIGHTS)[key].shape
+    rewrite(folder, lambda t: t.update({key: torch.zeros(num_rows + 1, width)}))
+    message = rf"{re.escape(key)} has the shape \[{num_rows + 1}, {width}\].*asks for \[{num_rows}, {width}\]"
     with pytest.raises(ModelError, match=message):
         loaded(folder)
 

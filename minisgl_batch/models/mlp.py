@@ -1,0 +1,68 @@
+"""The MLPs of decoder layers: dense ones, and mixtures of experts. Used by the models."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from minisgl_batch.distributed.group import TPGroup
+from minisgl_batch.layers.linear import LinearColParallelMerged, LinearReplicated, LinearRowParallel
+from minisgl_batch.layers.moe import FusedMoE
+from minisgl_batch.models.config import ModelConfig
+from minisgl_kernels.silu_and_mul import silu_and_mul
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), `width` wide in between."""
+
+    def __init__(
+        self, config: ModelConfig, width: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = LinearColParallelMerged(
+            config.hidden_size,
+            {"gate_proj": width, "up_proj": width},
+            bias=config.mlp_bias,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+        self.down_proj = LinearRowParallel(
+            width, config.hidden_size, bias=config.mlp_bias, tp=tp, dtype=dtype, device=device
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(num_tokens, hidden_size) -> this rank's share of the same shape."""
+        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return out
+
+
+class SparseMLP(FusedMoE):
+    """A mixture of experts, and the shared expert that all tokens go through, if the model has one."""
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | None) -> None:
+        moe = config.moe
+        assert moe is not None
+        super().__init__(
+            hidden_size=config.hidden_size,
+            num_experts=moe.num_experts,
+            top_k=moe.top_k,
+            intermediate_size=moe.intermediate_size,
+            renormalize=moe.renormalize,
+            block=moe.block,
+            projections=moe.projections,
+            tp=tp,
+            dtype=dtype,
+            device=device,
+        )
+        self.shared_expert = self.shared_expert_gate = None
+        if moe.shared_intermediate_size is not None:
+            self.shared_expert = MLP(config, moe.shared_intermediate_size, tp, dtype, device)
+            self.shared_expert_gate = LinearReplicated(config.hidden_size, 1, bias=False, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(num_tokens, hidden_size) -> this rank's share of the same shape."""
+        if self.shared_expert is None or self.shared_expert_gate is None:
+            return super().forward(x)
+        shared = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return super().forward(x).add_(shared)
