@@ -1,11 +1,11 @@
-// silu(gate) * up, one thread per eight outputs. Called through `silu_and_mul.py`, which describes the arguments.
+// silu(gate) * up, or gelu(gate) * up, one thread per eight outputs. Called through `silu_and_mul.py`, which describes the arguments.
 
 #include "common.cuh"
 #include "upcoming.cuh"
 
 namespace minisgl {
 
-template <typename T>
+template <typename T, bool kGelu>
 __global__ void silu_and_mul_kernel(const T* gate_up, T* out, int num_rows, int width, int num_blocks,
                                     Upcoming upcoming) {
   const int64_t row = blockIdx.x / num_blocks;
@@ -19,7 +19,11 @@ __global__ void silu_and_mul_kernel(const T* gate_up, T* out, int num_rows, int 
   gate.widen_to(x);
   up.widen_to(y);
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) x[i] = __fdividef(x[i], 1.0f + __expf(-x[i]));
+  for (int i = 0; i < kVector; ++i) {
+    // 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 * y)), with y = sqrt(2 / pi) * (x + 0.044715 * x^3).
+    const float exponent = kGelu ? x[i] * (1.5957691f + 0.07135481f * x[i] * x[i]) : x[i];
+    x[i] = __fdividef(x[i], 1.0f + __expf(-exponent));
+  }
   Vector<T>::round(x).widen_to(x);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) x[i] *= y[i];
@@ -27,7 +31,7 @@ __global__ void silu_and_mul_kernel(const T* gate_up, T* out, int num_rows, int 
 }
 
 #ifndef MINISGL_EMULATE
-void silu_and_mul(TensorView gate_up, TensorView out, int64_t upcoming_begin, int64_t upcoming_rows,
+void silu_and_mul(TensorView gate_up, TensorView out, bool gelu, int64_t upcoming_begin, int64_t upcoming_rows,
                   int64_t upcoming_stride_bytes, int64_t upcoming_row_bytes) {
   constexpr int kThreads = 128;
   const int num_tokens = out.size(0), width = out.size(1);
@@ -35,7 +39,8 @@ void silu_and_mul(TensorView gate_up, TensorView out, int64_t upcoming_begin, in
   const Upcoming upcoming(upcoming_begin, upcoming_rows, upcoming_stride_bytes, upcoming_row_bytes);
   with_type(out, [&](auto element) {
     using T = decltype(element);
-    launch(silu_and_mul_kernel<T>, blocks_to_prefetch(num_tokens * num_blocks, upcoming), kThreads, out.device(),
+    const auto kernel = gelu ? silu_and_mul_kernel<T, true> : silu_and_mul_kernel<T, false>;
+    launch(kernel, blocks_to_prefetch(num_tokens * num_blocks, upcoming), kThreads, out.device(),
            data<T>(gate_up), data<T>(out), num_tokens, width, num_blocks, upcoming);
   });
 }

@@ -25,13 +25,14 @@ extern "C" void emulate_add_rms_norm(const T* x, Sizes x_sizes, T* residual, Siz
                   x_sizes[kStrides], x_sizes[0], size, eps, upcoming);
 }
 
-extern "C" void emulate_silu_and_mul(const T* gate_up, Sizes, T* out, Sizes sizes, double begin, double num_rows,
-                                     double row_stride_bytes, double row_bytes) {
+extern "C" void emulate_silu_and_mul(const T* gate_up, Sizes, T* out, Sizes sizes, bool gelu, double begin,
+                                     double num_rows, double row_stride_bytes, double row_bytes) {
   constexpr int kThreads = 32;
   const int width = sizes[1], num_blocks = (width / kVector + kThreads - 1) / kThreads;
   const Upcoming upcoming(begin, num_rows, row_stride_bytes, row_bytes);
-  emulate::launch(silu_and_mul_kernel<T>, blocks_to_prefetch(sizes[0] * num_blocks, upcoming), kThreads, 0, gate_up, out,
-                  sizes[0], width, num_blocks, upcoming);
+  const auto kernel = gelu ? silu_and_mul_kernel<T, true> : silu_and_mul_kernel<T, false>;
+  emulate::launch(kernel, blocks_to_prefetch(sizes[0] * num_blocks, upcoming), kThreads, 0, gate_up, out, sizes[0],
+                  width, num_blocks, upcoming);
 }
 
 template <int kHeadDim>
