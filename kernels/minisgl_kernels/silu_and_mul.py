@@ -7,20 +7,17 @@ import torch
 from minisgl_kernels import cuda, reference
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
-from minisgl_kernels.upcoming import beginning
 
 _BLOCK = 1024
 
 
-def silu_and_mul(gate_up: torch.Tensor, upcoming: torch.Tensor | None = None) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for gate and up side by side.
 
     silu is rounded to the dtype before the product, as in the models' reference code. Moves 3 elements per output.
 
     Args:
         gate_up: (num_tokens, 2 * width), contiguous; any float dtype.
-        upcoming: (out, in), the weight that the result is multiplied with next, whose beginning the CUDA C++ kernel
-            brings into the L2 cache.
 
     Returns:
         (num_tokens, width), the same dtype.
@@ -33,7 +30,7 @@ def silu_and_mul(gate_up: torch.Tensor, upcoming: torch.Tensor | None = None) ->
         return out
     kernels = cuda.layer_kernels(out) if width % 8 == 0 else None
     if kernels is not None:
-        kernels.silu_and_mul(gate_up, out, *beginning(upcoming, num_tokens))
+        kernels.silu_and_mul(gate_up, out)
         return out
     pdl = support.uses_pdl(out)
     num_blocks = -(-width // _BLOCK)

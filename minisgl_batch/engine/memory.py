@@ -37,8 +37,8 @@ def step_bytes(model: ModelConfig, options: EngineOptions) -> int:
         rows = max_rows(options.max_prefill_tokens, model.moe.top_k, model.moe.num_experts, options.dtype)
         experts = rows * (model.moe.intermediate_size + model.hidden_size)
     activations = (per_token * options.max_prefill_tokens + experts + 2 * logits) * options.dtype.itemsize
-    # Sampling with filters works on float32 logits.
-    return activations + 4 * logits + GPU_WORKSPACE_BYTES
+    # Penalties and the like work on float32 logits and count tokens.
+    return activations + 8 * logits + GPU_WORKSPACE_BYTES
 
 
 def check_balance(available: list[int]) -> None:
