@@ -47,7 +47,7 @@ def test_experts(device: torch.device, dtype: torch.dtype, renormalize: bool) ->
     "tile",
     [
         Tile(16, halves=False, first=Cut(32, 32, 1, 4, 3), second=Cut(16, 64, 2, 4, 2)),
-        Tile(32, halves=True, first=Cut(16, 64, 3, 4, 2), second=Cut(32, 16, 1, 4, 3)),
+        Tile(32, halves=True, first=Cut(16, 64, 4, 4, 2), second=Cut(32, 16, 1, 4, 3)),
         Tile(64, halves=True, first=Cut(128, 16, 8, 4, 3), second=Cut(64, 64, 8, 4, 3)),
     ],
     ids=["16", "32", "64"],
