@@ -107,6 +107,7 @@ class ScheduledBatch:
         any_filter: some sampled row uses top-k, top-p or min-p.
         edits: what to change in the tables first.
         shared: groups of decode rows to attend in two levels; None to attend row by row.
+        any_adjust: some sampled row's logits change before it samples: penalties, biases, tokens that mustn't come.
     """
 
     slots: IntArray
@@ -118,6 +119,7 @@ class ScheduledBatch:
     any_filter: bool
     edits: TableEdits
     shared: SharedPrefixes | None = None
+    any_adjust: bool = False
 
     @property
     def num_rows(self) -> int:

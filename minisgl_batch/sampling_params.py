@@ -19,11 +19,14 @@ MAX_SEED = (1 << 63) - 1
 MAX_N = 1024
 MAX_STOP_STRINGS = 64
 MAX_TOKEN_ID = (1 << 31) - 1
+MAX_PENALTY = 2.0  # of presence and frequency, either way: the range of the OpenAI API
+MAX_REPETITION_PENALTY = 100.0
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_RULES = 2048
+"""Tokens of one row that may be named in `logit_bias`, `bad_words` and, with `min_tokens`, as stop tokens."""
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:
-    if value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidParameterError(field, f"must be a whole number, got {value!r}")
     if not low <= value <= high:
@@ -31,8 +34,6 @@ def _check_int(field: str, value: object, low: int, high: int) -> None:
 
 
 def _check_float(field: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    if value is None:
-        return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidParameterError(field, f"must be a number, got {value!r}")
     if not low <= value <= high or (low_open and value == low):  # also refuses NaN
@@ -45,19 +46,19 @@ def _check_bool(field: str, value: object) -> None:
         raise InvalidParameterError(field, f"must be true or false, got {value!r}")
 
 
-def _check_stop(stop: object) -> None:
-    strings = [stop] if isinstance(stop, str) else stop
+def _check_strings(field: str, value: object, most: int) -> None:
+    strings = [value] if isinstance(value, str) else value
     if strings is None:
         return
     if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
-        raise InvalidParameterError("stop", f"must be a string or a list of strings, got {stop!r}")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidParameterError("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
+        raise InvalidParameterError(field, f"must be a string or a list of strings, got {value!r}")
+    if len(strings) > most:
+        raise InvalidParameterError(field, f"at most {most} strings, got {len(strings)}")
     if not all(strings):
-        raise InvalidParameterError("stop", "must not hold an empty string")
+        raise InvalidParameterError(field, "must not hold an empty string")
     for string in strings:
         if not is_unicode(string):
-            raise InvalidParameterError("stop", f"isn't valid Unicode: {string!r}")
+            raise InvalidParameterError(field, f"isn't valid Unicode: {string!r}")
 
 
 def _check_stop_token_ids(token_ids: object) -> None:
@@ -67,6 +68,43 @@ def _check_stop_token_ids(token_ids: object) -> None:
         raise InvalidParameterError("stop_token_ids", f"must be a list of token ids, got {token_ids!r}")
     for token_id in token_ids:
         _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+
+
+def _read_logit_bias(given: object) -> dict[int, float]:
+    """A bias for each token id, in their order. JSON writes ids as strings; null is "not given", as in other fields."""
+    if not isinstance(given, dict):
+        raise InvalidParameterError("logit_bias", f"must be an object of token ids and numbers, got {given!r}")
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        if bias is None:
+            continue
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+        _check_int("logit_bias", token, 0, MAX_TOKEN_ID)
+        _check_float("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if token in biases:
+            raise InvalidParameterError("logit_bias", f"names token {token} twice")
+        biases[token] = float(bias)
+    if len(biases) > MAX_LOGIT_RULES:
+        raise InvalidParameterError("logit_bias", f"at most {MAX_LOGIT_RULES} tokens, got {len(biases)}")
+    return dict(sorted(biases.items()))
+
+
+# Lowest and highest value; of real numbers also whether the lowest one is excluded.
+_WHOLE_FIELDS = {
+    "n": (1, MAX_N),
+    "max_tokens": (1, MAX_TOKENS_LIMIT),
+    "min_tokens": (0, MAX_TOKENS_LIMIT),
+    "seed": (0, MAX_SEED),
+    "top_k": (-1, MAX_TOKEN_ID),
+}
+_REAL_FIELDS = {
+    "temperature": (0.0, 100.0, False),
+    "top_p": (0.0, 1.0, True),
+    "min_p": (0.0, 1.0, False),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY, False),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY, False),
+    "repetition_penalty": (0.0, MAX_REPETITION_PENALTY, True),
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,6 +122,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         stop_token_ids: generation ends at any of these tokens.
         ignore_eos: go on after an end-of-sequence token, up to `max_tokens`.
         include_stop_str_in_output: keep the stop string that ended the text.
+        presence_penalty: taken from the logit of each token that the output has, in [-2, 2].
+        frequency_penalty: the same times how often the output has it, in [-2, 2].
+        repetition_penalty: divides the logit of each token that the prompt or the output has where it is positive, and
+            multiplies it elsewhere; above 0, at most 100. Applied before the two others.
+        logit_bias: added to these tokens' logits before penalties, each in [-100, 100].
+        min_tokens: no end-of-sequence or stop token comes, and no stop string counts, before so many tokens.
+        bad_words: the output has none of these words' tokens in a row, as they begin a text or follow a space.
 
     Raises:
         InvalidParameterError: a value is out of its range; names the field.
@@ -100,36 +145,51 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    min_tokens: int | None = None
+    bad_words: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_N)
-        _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
-        _check_int("seed", self.seed, 0, MAX_SEED)
-        _check_int("top_k", self.top_k, -1, MAX_TOKEN_ID)
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_stop(self.stop)
+        for field, limits in _WHOLE_FIELDS.items():
+            if (value := getattr(self, field)) is not None:
+                _check_int(field, value, *limits)
+        for field, (low, high, low_open) in _REAL_FIELDS.items():
+            if (value := getattr(self, field)) is not None:
+                _check_float(field, value, low, high, low_open=low_open)
+        if self.max_tokens is not None and self.min_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameterError(
+                "min_tokens", f"must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}"
+            )
+        _check_strings("stop", self.stop, MAX_STOP_STRINGS)
+        _check_strings("bad_words", self.bad_words, MAX_LOGIT_RULES)
         _check_stop_token_ids(self.stop_token_ids)
         _check_bool("ignore_eos", self.ignore_eos)
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         self._normalise()
 
     def _normalise(self) -> None:
-        """One form for equal values, so that equal params compare, hash and serialise alike."""
-        for field in ("temperature", "top_p", "min_p"):
+        """One form for equal values, so that equal params compare and serialise alike."""
+        for field in _REAL_FIELDS:
             if isinstance(value := getattr(self, field), int):
                 msgspec.structs.force_setattr(self, field, float(value))
-        for field in ("stop", "stop_token_ids"):
+        for field in ("stop", "stop_token_ids", "bad_words"):
             if isinstance(value := getattr(self, field), list):
                 msgspec.structs.force_setattr(self, field, tuple(value))
+        if self.logit_bias is not None:
+            msgspec.structs.force_setattr(self, "logit_bias", _read_logit_bias(self.logit_bias))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty when not given."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else self.stop
+        return _as_tuple(self.stop)
+
+    @property
+    def bad_word_strings(self) -> tuple[str, ...]:
+        """`bad_words` as a tuple, empty when not given."""
+        return _as_tuple(self.bad_words)
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """These values where given, else those of `defaults`."""
@@ -142,6 +202,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         return built
 
 
+def _as_tuple(strings: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if strings is None:
+        return ()
+    return (strings,) if isinstance(strings, str) else strings
+
+
 NEUTRAL = SamplingParams(
     n=1,
     temperature=1.0,
@@ -150,6 +216,12 @@ NEUTRAL = SamplingParams(
     min_p=0.0,
     ignore_eos=False,
     include_stop_str_in_output=False,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+    repetition_penalty=1.0,
+    logit_bias={},
+    min_tokens=0,
+    bad_words=(),
 )
 """What holds when neither row nor job nor the model's generation config says anything (the values of vLLM)."""
 
@@ -166,6 +238,10 @@ class EngineSampling(msgspec.Struct, frozen=True, array_like=True):
         sample_index: which of the row's `n` samples this is.
         stop_ids: tokens that end the request: the model's end-of-sequence ids (unless the row ignores them) and the
             row's `stop_token_ids`. They travel with the request because ranks load no tokenizer.
+        presence_penalty, frequency_penalty, repetition_penalty: 0, 0 and 1 change nothing.
+        logit_bias: (token, bias), each token once.
+        min_tokens: none of `stop_ids` before so many output tokens.
+        bad_words: token sequences that the output must not have.
     """
 
     max_tokens: int
@@ -176,7 +252,35 @@ class EngineSampling(msgspec.Struct, frozen=True, array_like=True):
     seed: int = 0
     sample_index: int = 0
     stop_ids: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def has_penalty(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def num_rules(self) -> int:
+        """Tokens named by biases, bad words and, until `min_tokens`, as stop tokens."""
+        num_held_back = len(self.stop_ids) if self.min_tokens else 0
+        return len(self.logit_bias) + num_held_back + sum(map(len, self.bad_words))
+
+    @property
+    def num_adjusted(self) -> int | None:
+        """How many of the first output tokens are picked from changed logits; None: all."""
+        if self.has_penalty or self.logit_bias or self.bad_words:
+            return None
+        return self.min_tokens if self.stop_ids else 0
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the logits change by the tokens before, beyond how many there are."""
+        return self.has_penalty or any(len(word) > 1 for word in self.bad_words)

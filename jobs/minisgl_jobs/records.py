@@ -18,6 +18,8 @@ from minisgl_jobs.fields import PROMPT_FIELDS, ROW_FIELDS, SAMPLING_FIELDS, near
 from minisgl_jobs.model import InputInfo
 
 _TEXTS = {"custom_id", "model", "prompt"}
+_STRINGS = {"stop", "bad_words"}  # one, or a list in JSON
+_JSON_TEXTS = {"messages", "prompt_token_ids", "logit_bias"}
 _MAX_COLUMNS_NAMED = 12
 
 
@@ -103,7 +105,7 @@ def tidy(column: str, value: Any, *, is_text: bool) -> Any:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, str):
-        if column in ("messages", "prompt_token_ids") or (column in SAMPLING_FIELDS and (is_text or column == "stop")):
+        if column in _JSON_TEXTS or (column in SAMPLING_FIELDS and (is_text or column in _STRINGS)):
             return _parsed(column, value)
         if column in ("metadata", "sampling_params"):
             return _parsed(column, value) if value else None
@@ -126,7 +128,7 @@ def _parsed(column: str, text: str) -> Any:
     """JSON where a text holds it; the text itself is then refused with the field's own message."""
     if not text:
         return None
-    if column == "stop" and not text.startswith("["):
+    if column in _STRINGS and not text.startswith("["):
         return text
     try:
         return json.loads(text)

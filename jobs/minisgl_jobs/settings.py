@@ -88,7 +88,9 @@ def read_params(fields: dict[str, Any], prefix: str) -> SamplingParams:
 
 
 def _params_hint(field: str, value: Any) -> str:
-    if isinstance(value, str) and field != "stop":
+    if field == "logit_bias":
+        return 'write {"50256": -100}, with token ids as names'
+    if isinstance(value, str) and field not in ("stop", "bad_words"):
         return "write it without quotes"
     if field == "max_tokens":
         return "leave it out for as many tokens as the model's context allows"

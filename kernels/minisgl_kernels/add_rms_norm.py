@@ -7,17 +7,12 @@ import torch
 from minisgl_kernels import cuda, reference
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
-from minisgl_kernels.upcoming import beginning
 
 _MAX_CUDA_SIZE = 32768  # four vectors of 8 elements for each of 1024 threads
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    upcoming: torch.Tensor | None = None,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add x to the residual stream, then normalise the sum.
 
@@ -29,8 +24,6 @@ def add_rms_norm(
         residual: the same shape and dtype, contiguous, changed in place; None where x itself starts the stream.
         weight: (size,), x's dtype or float32.
         eps: added to the mean square.
-        upcoming: (out, in), the weight that the norm is multiplied with next, whose beginning the CUDA C++ kernel
-            brings into the L2 cache.
 
     Returns:
         The normalised sum, (num_tokens, size), and the stream: `residual`, or `x` where there was none.
@@ -45,7 +38,7 @@ def add_rms_norm(
     fits = size % 8 == 0 and x.stride(0) % 8 == 0 and size <= _MAX_CUDA_SIZE and weight.dtype == x.dtype
     kernels = cuda.layer_kernels(x) if fits else None
     if kernels is not None:
-        kernels.add_rms_norm(x, stream, weight, normed, eps, residual is not None, *beginning(upcoming, num_tokens))
+        kernels.add_rms_norm(x, stream, weight, normed, eps, residual is not None)
     else:
         _launch(x, stream, weight, normed, eps, residual is not None)
     return normed, stream

@@ -18,7 +18,6 @@ import torch
 
 from minisgl_kernels import cuda
 from minisgl_kernels.pynccl import device_bytes
-from minisgl_kernels.upcoming import beginning
 
 SIZES = (2, 4, 8)  # of the groups that are compiled
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -128,14 +127,7 @@ class OneShotAllReduce:
         fits = self._offset(x) >= 0 or self._block_rows(num_rows) * size * 2 <= self._part_bytes
         return self.takes(x) and num_rows > 0 and size % 8 == 0 and size <= _MAX_NORM_SIZE and fits
 
-    def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        upcoming: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`add_rms_norm` of the sum over the ranks, which is rounded to x's type first; on the current stream.
 
         Args:
@@ -143,8 +135,6 @@ class OneShotAllReduce:
             residual: the same shape and type, contiguous, changed in place.
             weight: (size,), x's dtype.
             eps: added to the mean square.
-            upcoming: (out, in), the weight that the norm is multiplied with next, whose beginning it brings into the
-                L2 cache.
 
         Returns:
             The normalised sum, (num_tokens, size).
@@ -162,7 +152,6 @@ class OneShotAllReduce:
             self._part_bytes,
             self._offset(x),
             eps,
-            *beginning(upcoming, len(x)),
         )
         return normed
 

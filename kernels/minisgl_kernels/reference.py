@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from minisgl_kernels.adjust_logits import AdjustedRows
     from minisgl_kernels.decode_inputs import PageLists
     from minisgl_kernels.gumbel import SamplingRows
     from minisgl_kernels.paged_attention import PagedRows
@@ -367,6 +368,50 @@ def filter_logits(
     below_min = probs < min_p.unsqueeze(1) * probs[:, :1]
     excluded = (beyond_p | below_min) & (rank > 0)
     return values.masked_fill(excluded, -torch.inf), ids
+
+
+def adjust_logits(logits: torch.Tensor, rows: AdjustedRows, vocab_start: int = 0) -> torch.Tensor:
+    """The twin of `minisgl_kernels.adjust_logits`, row by row. Reads lengths back, so no CUDA graph can hold it."""
+    out = logits.to(torch.float32, copy=True)
+    slots = rows.slots.tolist()
+    num_rules, num_prompt = rows.num_rules.tolist(), rows.num_prompt.tolist()
+    penalties = torch.stack([rows.presence, rows.frequency, rows.repetition], dim=1).tolist()
+    for i, (slot, kv_len) in enumerate(zip(slots, rows.kv_lens.tolist(), strict=True)):
+        text = rows.token_pool[slot, :kv_len]
+        if num_rules[slot]:
+            _apply_rules(out[i], rows.rules[slot, : num_rules[slot]], text[num_prompt[slot] :], vocab_start)
+        if penalties[slot] != [0.0, 0.0, 1.0]:
+            _apply_penalties(out[i], penalties[slot], text, num_prompt[slot], vocab_start)
+    return out
+
+
+def _apply_rules(logits: torch.Tensor, rules: torch.Tensor, output: torch.Tensor, vocab_start: int) -> None:
+    tokens, values, ends, lengths = rules.unbind(1)
+    columns = tokens.long() - vocab_start
+    applies = (lengths > 0) & (lengths <= len(output) + 1) & (len(output) < ends)
+    applies &= (columns >= 0) & (columns < len(logits))
+    for word in (applies & (lengths > 1)).nonzero().squeeze(1).tolist():
+        num_before = int(lengths[word]) - 1
+        applies[word] = torch.equal(tokens[word - num_before : word], output[len(output) - num_before :])
+    logits.index_add_(0, columns[applies], values.contiguous().view(torch.float32)[applies])
+
+
+def _apply_penalties(
+    logits: torch.Tensor, penalties: list[float], text: torch.Tensor, num_prompt: int, vocab_start: int
+) -> None:
+    presence, frequency, repetition = penalties
+
+    def columns(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, counts = tokens.long().sub_(vocab_start).unique(return_counts=True)
+        inside = (ids >= 0) & (ids < len(logits))
+        return ids[inside], counts[inside]
+
+    if repetition != 1.0:
+        seen, _ = columns(text)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0.0, values / repetition, values * repetition)
+    said, counts = columns(text[num_prompt:])
+    logits[said] -= counts * frequency + presence
 
 
 def sample_gumbel(logits: torch.Tensor, rows: SamplingRows, vocab_start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,44 +7,41 @@ import torch
 from minisgl_kernels import cuda, reference
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
-from minisgl_kernels.upcoming import beginning
 
 _BLOCK = 1024
 
 
-def silu_and_mul(gate_up: torch.Tensor, upcoming: torch.Tensor | None = None) -> torch.Tensor:
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up for gate and up side by side.
 
     silu is rounded to the dtype before the product, as in the models' reference code. Moves 3 elements per output.
 
     Args:
         gate_up: (num_tokens, 2 * width), contiguous; any float dtype.
-        upcoming: (out, in), the weight that the result is multiplied with next, whose beginning the CUDA C++ kernel
-            brings into the L2 cache.
 
     Returns:
         (num_tokens, width), the same dtype.
     """
     if not support.runs_kernels(gate_up):
         return reference.silu_and_mul(gate_up)
-    return _launch(gate_up, upcoming, gelu=False)
+    return _launch(gate_up, gelu=False)
 
 
-def gelu_and_mul(gate_up: torch.Tensor, upcoming: torch.Tensor | None = None) -> torch.Tensor:
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu_and_mul` with gelu, in its approximation by tanh, in silu's place."""
     if not support.runs_kernels(gate_up):
         return reference.gelu_and_mul(gate_up)
-    return _launch(gate_up, upcoming, gelu=True)
+    return _launch(gate_up, gelu=True)
 
 
-def _launch(gate_up: torch.Tensor, upcoming: torch.Tensor | None, *, gelu: bool) -> torch.Tensor:
+def _launch(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if not num_tokens:
         return out
     kernels = cuda.layer_kernels(out) if width % 8 == 0 else None
     if kernels is not None:
-        kernels.silu_and_mul(gate_up, out, gelu, *beginning(upcoming, num_tokens))
+        kernels.silu_and_mul(gate_up, out, gelu)
         return out
     pdl = support.uses_pdl(out)
     num_blocks = -(-width // _BLOCK)

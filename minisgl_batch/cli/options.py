@@ -26,7 +26,23 @@ _FLAGS = ("ignore_eos", "include_stop_str_in_output")
 _COUNT: dict[str, Any] = {"type": WholeNumber(min=1), "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _REAL: dict[str, Any] = {"type": float, "metavar": "X"}
-_SAMPLING_FIELDS = ("n", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "stop_token_ids", *_FLAGS)
+_STRINGS = ("stop", "bad_words")
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "stop_token_ids",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    *_STRINGS,
+    *_FLAGS,
+)
 _READ_FIELDS = (
     "system",
     "template",
@@ -69,6 +85,17 @@ def token_ids(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise click.BadParameter(f"{text!r} isn't token ids such as 1,2") from None
+
+
+def token_biases(text: str) -> dict[str, float]:
+    """ID:BIAS with commas between them."""
+    try:
+        pairs = [(token.strip(), float(bias)) for token, bias in (part.split(":") for part in text.split(","))]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} isn't token ids with numbers such as 5:-100,7:2.5") from None
+    if len(biases := dict(pairs)) < len(pairs):
+        raise click.BadParameter(f"{text!r} names a token twice")
+    return biases
 
 
 def valid_unicode(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
@@ -141,6 +168,7 @@ engine_options = _all(
 
 sampling_options = _all(
     _sampling_option("--max-tokens", "Most tokens to generate a row; by default, up to the context.", **_NUMBER),
+    _sampling_option("--min-tokens", "No end of text before so many tokens.", **_NUMBER),
     _sampling_option("--temperature", "0 (greedy) to 100.  [default: the model's]", **_REAL),
     _sampling_option(
         "--top-p", "Keep the smallest set of tokens of this probability, above 0 and up to 1.  [default: 1]", **_REAL
@@ -151,6 +179,13 @@ sampling_options = _all(
     _sampling_option("--n", f"Samples per row, 1 to {MAX_N:,}.", **_NUMBER),
     _sampling_option("--stop", "Cut the text before this; may be repeated.", multiple=True, metavar="TEXT"),
     _sampling_option("--stop-token-ids", "Stop at any of these tokens.", type=token_ids, metavar="N,N"),
+    _sampling_option("--bad-words", "Words that mustn't come; may be repeated.", multiple=True, metavar="TEXT"),
+    _sampling_option("--logit-bias", "Added to tokens' logits.", type=token_biases, metavar="N:X,N:X"),
+    _sampling_option("--presence-penalty", "For tokens that the output has, -2 to 2.", **_REAL),
+    _sampling_option("--frequency-penalty", "For each time that the output has a token, -2 to 2.", **_REAL),
+    _sampling_option(
+        "--repetition-penalty", "Factor for tokens of prompt and output; above 1: fewer of them.", **_REAL
+    ),
     _sampling_option("--include-stop-str-in-output", "Keep what stopped the text.", is_flag=True),
     _sampling_option("--ignore-eos", "Go on after an end-of-sequence token.", is_flag=True),
 )
@@ -224,7 +259,7 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
         InvalidParameterError: a value can't be used; names the field.
     """
     given = {name: options[name] for name in _SAMPLING_FIELDS}
-    given |= {name: given[name] or None for name in ("stop", *_FLAGS)}
+    given |= {name: given[name] or None for name in (*_STRINGS, *_FLAGS)}
     return SamplingParams(**given)
 
 

@@ -30,14 +30,7 @@ class Communicator(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of `x` over the ranks, in `x` or as a new tensor; same shape on all ranks, equal bits on all."""
 
-    def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        upcoming: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`all_reduce`, then `minisgl_kernels.add_rms_norm`: the norm; `residual` is changed in place."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -73,17 +73,10 @@ class PyNcclCommunicator:
         self.nccl.all_reduce(x, x)
         return x
 
-    def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        upcoming: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.device.type != "cpu" and self.one_shot is not None and self.one_shot.takes_rows(x):
-            return self.one_shot.add_rms_norm(x, residual, weight, eps, upcoming)
-        return add_rms_norm(self.all_reduce(x), residual, weight, eps, upcoming)[0]
+            return self.one_shot.add_rms_norm(x, residual, weight, eps)
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)[0]
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cpu":

@@ -42,16 +42,9 @@ class TorchCommunicator:
             self._group(x).allreduce([x]).wait()
         return x
 
-    def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        upcoming: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """The norm of the sum over the ranks and the stream."""
-        return add_rms_norm(self.all_reduce(x), residual, weight, eps, upcoming)[0]
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)[0]
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All ranks' `x`, stacked: (size, *x.shape)."""

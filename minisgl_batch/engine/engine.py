@@ -24,7 +24,7 @@ from minisgl_batch.engine import memory
 from minisgl_batch.engine.graph import GraphParts, GraphRunner
 from minisgl_batch.engine.options import resolve
 from minisgl_batch.engine.sampler import sample_together
-from minisgl_batch.engine.tables import DeviceTables
+from minisgl_batch.engine.tables import MAX_UPLOAD, DeviceTables
 from minisgl_batch.engine.transfer import CudaTransfer, HostTokens, HostTransfer, Transfer
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.hub import model_path
@@ -141,16 +141,31 @@ class Engine:
         logits = self._model.logits(hidden)
         (rows,) = self._transfer.upload([batch.samples.nonzero()[0].astype("int32")])
         slots, kv_lens = forward.slots[rows], forward.kv_lens[rows]
-        sampling = self._tables.sampling_rows(slots, kv_lens)
-        tokens = sample_together(logits, sampling, self._model, self._tp, any_filter=batch.any_filter)
-        self._tables.put_tokens(slots, kv_lens, tokens)
-        return tokens
+        return self._sample(logits, slots, kv_lens, batch)
 
     def _run_graph(self, batch: ScheduledBatch, size: int) -> torch.Tensor:
         assert self._graphs is not None
         self._graphs.forward(batch, size)
+        if batch.any_adjust:
+            # Not in a graph, which would hold float32 logits and counts for all users, who mostly don't need them.
+            return self._sample(*self._graphs.last_step(batch), batch)
         self._transfer.guard_tokens()
         return self._graphs.sample(batch, size)
+
+    def _sample(
+        self, logits: torch.Tensor, slots: torch.Tensor, kv_lens: torch.Tensor, batch: ScheduledBatch
+    ) -> torch.Tensor:
+        """(num_samples,) int32 tokens from (num_samples, shard) logits; enters them."""
+        tokens = sample_together(
+            logits,
+            self._tables.sampling_rows(slots, kv_lens),
+            self._model,
+            self._tp,
+            any_filter=batch.any_filter,
+            adjusted=self._tables.adjusted_rows(slots, kv_lens) if batch.any_adjust else None,
+        )
+        self._tables.put_tokens(slots, kv_lens, tokens)
+        return tokens
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -208,9 +223,10 @@ class Engine:
             return HostTransfer()
         options = self.options
         max_pages = -(-self.max_seq_len // options.page_size)
-        # The largest uploads: a prefill step, or the tables of rows that all start at once.
-        largest = max(4 * options.max_prefill_tokens, options.max_running * (max_pages + 16)) + 2 * self.max_seq_len
-        return CudaTransfer(self._device, largest + (1 << 16), options.max_running)
+        # No upload is larger than these together: a step's tokens and rows, the pages of shared prefixes, and edits.
+        step = 2 * options.max_prefill_tokens + 8 * options.max_running
+        largest = step + (MAX_SHARED_GROUPS + 1) * max_pages + MAX_UPLOAD
+        return CudaTransfer(self._device, largest, options.max_running)
 
     def _make_buffers(self) -> DecodeBuffers:
         assert isinstance(self._transfer, CudaTransfer)

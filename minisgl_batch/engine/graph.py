@@ -106,6 +106,11 @@ class GraphRunner:
         self._samples[size, batch.any_filter].replay()
         return self._tokens[: batch.num_rows]
 
+    def last_step(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The last step's logits, slots and kv_lens, to sample from them otherwise."""
+        buffers, num_rows = self._parts.buffers, batch.num_rows
+        return self._logits[:num_rows], buffers.slots[:num_rows], buffers.kv_lens[:num_rows]
+
     def _step(self, size: int, prepared: object) -> Callable[[], None]:
         parts, buffers, tables = self._parts, self._parts.buffers, self._parts.tables
         batch = ForwardBatch(

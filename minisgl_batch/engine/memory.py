@@ -10,6 +10,7 @@ import torch
 from minisgl_batch.engine.options import EngineOptions
 from minisgl_batch.errors import ModelError
 from minisgl_batch.models.config import ModelConfig
+from minisgl_kernels.fused_moe import max_rows
 
 CPU_MEMORY_RATIO = 0.4  # other programs live on a CPU's memory too
 GPU_MEMORY_RATIO = 0.9
@@ -31,11 +32,13 @@ def step_bytes(model: ModelConfig, options: EngineOptions) -> int:
         return 0
     per_token = 4 * model.hidden_size + 3 * max(model.mlp_widths) + 3 * model.num_heads * model.head_dim
     logits = options.max_running * model.vocab_size
+    experts = 0
     if model.moe is not None:
-        per_token += model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
-    activations = (per_token * options.max_prefill_tokens + 2 * logits) * options.dtype.itemsize
-    # Sampling with filters works on float32 logits.
-    return activations + 4 * logits + GPU_WORKSPACE_BYTES
+        rows = max_rows(options.max_prefill_tokens, model.moe.top_k, model.moe.num_experts, options.dtype)
+        experts = rows * (model.moe.intermediate_size + model.hidden_size)
+    activations = (per_token * options.max_prefill_tokens + experts + 2 * logits) * options.dtype.itemsize
+    # Penalties and the like work on float32 logits and count tokens.
+    return activations + 8 * logits + GPU_WORKSPACE_BYTES
 
 
 def check_balance(available: list[int]) -> None:

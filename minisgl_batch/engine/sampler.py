@@ -1,4 +1,4 @@
-"""From logits to tokens: one per row, each by its own temperature, filters and seed.
+"""From logits to tokens: one per row, each by its own penalties, temperature, filters and seed.
 
 The noise of a token depends on (seed, sample index, output position, token id) alone, so a row's sample doesn't depend
 on its neighbours, its slot or how the vocabulary is split over ranks. Called by the engine at the end of a step.
@@ -10,19 +10,29 @@ import torch
 
 from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.models.base import CausalLM
+from minisgl_kernels.adjust_logits import AdjustedRows, adjust_logits
 from minisgl_kernels.gumbel import SamplingRows
 from minisgl_kernels.sample_filtered import sample_filtered
 from minisgl_kernels.sample_gumbel import sample_gumbel
 
 
 def sample_together(
-    logits: torch.Tensor, rows: SamplingRows, model: CausalLM, tp: TPGroup, *, any_filter: bool
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    model: CausalLM,
+    tp: TPGroup,
+    *,
+    any_filter: bool,
+    adjusted: AdjustedRows | None = None,
 ) -> torch.Tensor:
     """`sample` from the logits of all ranks' parts of the vocabulary; called by all ranks together.
 
     Args:
         logits: (num_rows, shard): what `model.logits` gave.
+        adjusted: by what to change them first; None where no row has any such value.
     """
+    if adjusted is not None:
+        logits = adjust_logits(logits, adjusted, model.vocab_range.start)
     if any_filter:
         return sample(model.gather_logits(logits), rows, any_filter=True)
     return sample(logits, rows, any_filter=False, vocab_start=model.vocab_range.start, tp=tp)

@@ -11,10 +11,13 @@ import torch
 
 from minisgl_batch.batch import ForwardBatch, IntArray, ScheduledBatch, TableEdits
 from minisgl_batch.engine.transfer import Transfer
-from minisgl_batch.sampling_params import EngineSampling
+from minisgl_batch.sampling_params import MAX_LOGIT_RULES, EngineSampling
+from minisgl_kernels.adjust_logits import AdjustedRows
 from minisgl_kernels.gumbel import SamplingRows
 
-_NUM_VALUES = 9  # per new row, see _row_values
+MAX_UPLOAD = 1 << 18  # values of one upload of edits; there are more when rows with long texts start together
+_NUM_VALUES = 13  # per new row, see _row_values
+_RULE_WIDTH = 4  # words of a rule, see AdjustedRows
 
 
 class DeviceTables:
@@ -42,17 +45,39 @@ class DeviceTables:
         self._seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._sample_index = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._num_prompt = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._presence = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self._frequency = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self._repetition = torch.ones(num_rows, dtype=torch.float32, device=device)
+        self._num_rules = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._rules = torch.zeros((num_rows, MAX_LOGIT_RULES, _RULE_WIDTH), dtype=torch.int32, device=device)
 
     def apply(self, edits: TableEdits) -> None:
         """Make the scheduler's changes since the last step."""
         if not (len(edits.page_index) or len(edits.token_index) or edits.new_rows):
             return
         values = np.concatenate([_row_values(*row) for row in edits.new_rows]) if edits.new_rows else _NOTHING
-        uploads = [edits.page_index, edits.pages, edits.token_index, edits.tokens, values]
-        page_index, pages, token_index, tokens, new_rows = self._transfer.upload(uploads)
-        self.page_table.view(-1)[page_index.long()] = pages
-        self.token_pool.view(-1)[token_index.long()] = tokens
+        pages, tokens = (edits.page_index, edits.pages), (edits.token_index, edits.tokens)
+        if 2 * (len(edits.pages) + len(edits.tokens)) + len(values) > MAX_UPLOAD:
+            self._write(self.page_table, *pages)
+            self._write(self.token_pool, *tokens)
+            pages = tokens = (_NOTHING, _NOTHING)
+        page_index, new_pages, token_index, new_tokens, new_rows = self._transfer.upload([*pages, *tokens, values])
+        self.page_table.view(-1)[page_index.long()] = new_pages
+        self.token_pool.view(-1)[token_index.long()] = new_tokens
         self._set_sampling(new_rows.view(-1, _NUM_VALUES))
+        rules = [(slot, _rules(sampling)) for slot, sampling, _ in edits.new_rows if sampling.num_rules]
+        if rules:
+            width = self._rules[0].numel()
+            index = [slot * width + np.arange(len(words), dtype=np.int32) for slot, words in rules]
+            self._write(self._rules, np.concatenate(index), np.concatenate([words for _, words in rules]))
+
+    def _write(self, table: torch.Tensor, index: IntArray, values: IntArray) -> None:
+        """Write to flat positions of a table, in uploads of which each fits."""
+        num_values = MAX_UPLOAD // 2
+        for start in range(0, len(index), num_values):
+            part = slice(start, start + num_values)
+            places, new = self._transfer.upload([index[part], values[part]])
+            table.view(-1)[places.long()] = new
 
     def _set_sampling(self, rows: torch.Tensor) -> None:
         slots = rows[:, 0].long()
@@ -62,7 +87,11 @@ class DeviceTables:
         self._temperature[slots] = rows[:, 4].view(torch.float32)
         self._top_p[slots] = rows[:, 5].view(torch.float32)
         self._min_p[slots] = rows[:, 6].view(torch.float32)
-        self._seed[slots] = rows[:, 8].long() << 32 | rows[:, 7].long() & 0xFFFFFFFF
+        self._presence[slots] = rows[:, 7].view(torch.float32)
+        self._frequency[slots] = rows[:, 8].view(torch.float32)
+        self._repetition[slots] = rows[:, 9].view(torch.float32)
+        self._num_rules[slots] = rows[:, 10]
+        self._seed[slots] = rows[:, 12].long() << 32 | rows[:, 11].long() & 0xFFFFFFFF
 
     def forward_batch(self, host: ScheduledBatch) -> ForwardBatch:
         """The device's side of a step: token ids from the token pool, places from the page table."""
@@ -113,6 +142,20 @@ class DeviceTables:
             min_p=self._min_p,
         )
 
+    def adjusted_rows(self, slots: torch.Tensor, kv_lens: torch.Tensor) -> AdjustedRows:
+        """By what the sampler changes logits; arguments as `sampling_rows`."""
+        return AdjustedRows(
+            slots=slots,
+            kv_lens=kv_lens,
+            num_prompt=self._num_prompt,
+            token_pool=self.token_pool,
+            presence=self._presence,
+            frequency=self._frequency,
+            repetition=self._repetition,
+            num_rules=self._num_rules,
+            rules=self._rules,
+        )
+
     def put_tokens(self, slots: torch.Tensor, kv_lens: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write each sampled token behind its row's last one; all (num_samples,) int32."""
         self.token_pool[slots.long(), kv_lens.long()] = tokens
@@ -125,6 +168,24 @@ def _row_values(slot: int, sampling: EngineSampling, num_prompt: int) -> IntArra
     """A new row as int32 words: its slot, whole numbers, float32 bits, and the two halves of the seed."""
     temperature = 0.0 if sampling.is_greedy else sampling.temperature
     whole = np.array([slot, num_prompt, sampling.sample_index, sampling.top_k], dtype=np.int32)
-    floats = np.array([temperature, sampling.top_p, sampling.min_p], dtype=np.float32)
+    penalties = [sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty]
+    floats = np.array([temperature, sampling.top_p, sampling.min_p, *penalties], dtype=np.float32)
+    num_rules = np.array([sampling.num_rules], dtype=np.int32)
     seed = np.array([sampling.seed], dtype=np.int64)
-    return np.concatenate([whole, floats.view(np.int32), seed.view(np.int32)])
+    return np.concatenate([whole, floats.view(np.int32), num_rules, seed.view(np.int32)])
+
+
+def _rules(sampling: EngineSampling) -> IntArray:
+    """(num_rules * 4,) int32: a row's rules as `AdjustedRows` has them."""
+    always = np.iinfo(np.int32).max
+    rules = [(token, bias, always, 1) for token, bias in sampling.logit_bias]
+    if sampling.min_tokens:
+        rules += [(token, -np.inf, sampling.min_tokens, 1) for token in sampling.stop_ids]
+    for word in sampling.bad_words:
+        rules += [(token, 0.0, 0, 0) for token in word[:-1]]
+        rules.append((word[-1], -np.inf, always, len(word)))
+    tokens, values, ends, lengths = zip(*rules, strict=True)
+    bits = np.array(values, dtype=np.float32).view(np.int32)
+    return np.stack(
+        [np.array(tokens, np.int32), bits, np.array(ends, np.int32), np.array(lengths, np.int32)], 1
+    ).ravel()

@@ -40,23 +40,20 @@ class RMSNorm(Layer):
         self.weight = new_parameter((size,), torch.float32 if offset else dtype, device)
         self.eps = eps
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, upcoming: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Add, then normalise.
 
         Args:
             x: (num_tokens, size), this rank's share of the last block's output.
             residual: same shape, changed in place; None before the first block, where `x` itself, as a whole, starts
                 the stream.
-            upcoming: the weight that the norm is multiplied with next.
 
         Returns:
             The normalised sum, which the next block reads, and the sum.
         """
         if residual is None or self._tp.comm is None:
-            return add_rms_norm(x, residual, self.weight, self.eps, upcoming)
-        return self._tp.comm.add_rms_norm(x, residual, self.weight, self.eps, upcoming), residual
+            return add_rms_norm(x, residual, self.weight, self.eps)
+        return self._tp.comm.add_rms_norm(x, residual, self.weight, self.eps), residual
 
     def parts(self) -> Iterator[Part]:
         yield Part("weight", self.weight, tuple(self.weight.shape))

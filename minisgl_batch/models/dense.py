@@ -1,9 +1,6 @@
 """The pre-norm transformer: Llama, Mistral, Qwen, Phi, Gemma and mixtures of experts, told apart by their configs.
 
 Module names follow Hugging Face checkpoints, with q/k/v and gate/up merged. Built by `registry.make_model`.
-
-Norms and activations are told which weight is `upcoming`, multiplied next: in decode steps the memory would idle while
-they run, and they let it bring the weight's beginning into the GPU's cache.
 """
 
 from __future__ import annotations
@@ -46,10 +43,10 @@ class DecoderLayer(nn.Module):
 
         (num_tokens, hidden_size) all; of the tokens in `keep` alone, if it is given.
         """
-        x, residual = self.input_layernorm(x, residual, upcoming=self.self_attn.qkv_proj.weight)
+        x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, rope, ctx, keep)
         residual = residual if keep is None else residual[keep]
-        x, residual = self.post_attention_layernorm(x, residual, upcoming=self.mlp.first_weight)
+        x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
 
@@ -80,12 +77,10 @@ class PostNormLayer(nn.Module):
         keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `DecoderLayer.forward`, but for `x`, which is the whole output, on each rank."""
-        x, residual = self.input_layernorm(x, residual, upcoming=self.self_attn.qkv_proj.weight)
+        x, residual = self.input_layernorm(x, residual)
         x = self._tp.all_reduce(self.self_attn(x, rope, ctx, keep))
         residual = residual if keep is None else residual[keep]
-        x, residual = self.pre_feedforward_layernorm(
-            self.post_attention_layernorm(x)[0], residual, upcoming=self.mlp.first_weight
-        )
+        x, residual = self.pre_feedforward_layernorm(self.post_attention_layernorm(x)[0], residual)
         return self.post_feedforward_layernorm(self._tp.all_reduce(self.mlp(x)))[0], residual
 
 
@@ -173,7 +168,7 @@ class DenseModel(CausalLM):
             x, residual = layer(x, residual, ropes[rope], ctx)
         # Behind the last layer's attention nothing is needed of tokens that give no logits.
         x, residual = self.layers[-1](x, residual, ropes[self._rope_of_layer[-1]], ctx, keep=ctx.batch.sample_tokens)
-        hidden: torch.Tensor = self.norm(x, residual, upcoming=self.lm_head.weight)[0]
+        hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -34,15 +34,9 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(num_tokens, hidden_size) -> this rank's share of the same shape."""
-        gate_up = self.gate_up_proj(x)
         activate = gelu_and_mul if self._is_gelu else silu_and_mul
-        out: torch.Tensor = self.down_proj(activate(gate_up, upcoming=self.down_proj.weight))
+        out: torch.Tensor = self.down_proj(activate(self.gate_up_proj(x)))
         return out
-
-    @property
-    def first_weight(self) -> torch.Tensor:
-        """What the input is multiplied with first."""
-        return self.gate_up_proj.weight
 
 
 class SparseMLP(FusedMoE):
@@ -74,8 +68,3 @@ class SparseMLP(FusedMoE):
             return super().forward(x)
         shared = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return super().forward(x).add_(shared)
-
-    @property
-    def first_weight(self) -> torch.Tensor:
-        """What the input is multiplied with first."""
-        return self.router

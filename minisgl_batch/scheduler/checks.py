@@ -47,5 +47,5 @@ def _checksum(batch: ScheduledBatch, value: int) -> int:
         arrays += [shared.num_rows, shared.num_pages, shared.pages]
     for array in arrays:
         value = zlib.crc32(array.tobytes(), value)
-    facts = (batch.num_decode, batch.any_filter, edits.new_rows)
+    facts = (batch.num_decode, batch.any_filter, batch.any_adjust, edits.new_rows)
     return zlib.crc32(repr(facts).encode(), value)

@@ -225,6 +225,7 @@ class Scheduler:
             any_filter=bool(table.filtered[sampling_slots].any()),
             edits=table.take_edits(),
             shared=rows.shared,
+            any_adjust=bool((kv_lens[samples] < table.adjust_end[sampling_slots]).any()),
         )
 
     def _launch(self, batch: ScheduledBatch) -> InFlight:

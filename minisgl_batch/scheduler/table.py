@@ -8,6 +8,7 @@ follow through `TableEdits`. Token positions of the row in slot s, as half-open 
     [device_len[s], max_len[s])       not generated yet
     [0, prompt_end[s])                what prefill computes: the prompt, and after a retraction the output so far
     [0, num_prompt[s])                the user's prompt
+    [num_prompt[s], adjust_end[s])    output that is sampled from changed logits
 
 Arrays over slots, not attributes of objects, so that a decode step costs a few array operations however many rows run.
 Knows nothing of who owns a page.
@@ -47,6 +48,7 @@ class TableManager:
         self.running: BoolArray = np.zeros(num_rows, dtype=np.bool_)  # False while draining
         self.stop_ids: IntArray = np.full((num_rows, 4), NO_TOKEN, dtype=np.int32)  # wider when a row needs it
         self.filtered: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.adjust_end: IntArray = np.zeros(num_rows, dtype=np.int32)
 
         self._free_slots = list(range(max_running - 1, -1, -1))
         # Runs of flat positions that changed: (first, length). Their values are read when the edits are taken, so that
@@ -81,8 +83,12 @@ class TableManager:
         self.filtered[slot] = not sampling.is_greedy and (
             sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
         )
+        adjusted = sampling.num_adjusted
+        self.adjust_end[slot] = req.max_len if adjusted is None else min(req.num_prompt + adjusted, req.max_len)
         self.tokens[slot, :end] = req.ids
-        self._token_runs.append((slot * self.tokens.shape[1] + num_cached, end - num_cached))
+        # The model reads no token whose KV is cached; the sampler may.
+        first = 0 if sampling.reads_tokens else num_cached
+        self._token_runs.append((slot * self.tokens.shape[1] + first, end - first))
         self.set_pages(slot, 0, pages)
         self._new_rows.append((slot, sampling, req.num_prompt))
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeVar
 
-from minisgl_batch.errors import RequestError
+from minisgl_batch.errors import InvalidParameterError, RequestError
 from minisgl_batch.messages import NewRequest
-from minisgl_batch.sampling_params import MAX_SEED, NEUTRAL, EngineSampling, SamplingParams
+from minisgl_batch.sampling_params import MAX_LOGIT_RULES, MAX_SEED, NEUTRAL, EngineSampling, SamplingParams
 from minisgl_batch.tokenizer.tokenizer import IntArray, ModelTokenizer
 
 T = TypeVar("T")
@@ -27,11 +27,13 @@ class StopRules:
         strings: the text ends before the first of these.
         token_ids: the stop tokens that aren't EOS; generation ends at any of them, and they are not part of the text.
         include_in_output: keep the stop string, or the stop token's text.
+        min_tokens: no string counts that is complete before so many tokens.
     """
 
     strings: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
     include_in_output: bool = False
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,9 @@ def resolve_request(
         job_seed, row_index: give the seed of a request without one of its own.
 
     Raises:
-        RequestError: "invalid_request" for a prompt without tokens or with ids that the model doesn't have,
-            "prompt_too_long" for one that leaves no room for a token of output.
+        RequestError: "invalid_request" for a prompt without tokens or with ids that the model doesn't have, and for
+            parameters that don't suit each other or the model, "prompt_too_long" for a prompt that leaves no room for
+            a token of output.
     """
     num_tokens = len(prompt_ids)
     if num_tokens == 0:
@@ -88,9 +91,7 @@ def resolve_request(
             f"the prompt has {num_tokens} tokens and the context {max_len}, which leaves no room for output: "
             f"shorten the prompt to at most {max_len - 1} tokens, or serve a model with a longer context",
         )
-    params = SamplingParams()
-    for layer in (*layers, tokenizer.default_sampling, NEUTRAL):
-        params = params.over(layer)
+    params = _merged((*layers, tokenizer.default_sampling, NEUTRAL))
     seed = params.seed if params.seed is not None else derive_seed(job_seed, row_index)
     eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
     stop_token_ids = frozenset(params.stop_token_ids or ())
@@ -104,15 +105,47 @@ def resolve_request(
             seed=seed,
             sample_index=sample_index,
             stop_ids=tuple(sorted(eos_ids | stop_token_ids)),
+            presence_penalty=_set(params.presence_penalty),
+            frequency_penalty=_set(params.frequency_penalty),
+            repetition_penalty=_set(params.repetition_penalty),
+            logit_bias=tuple(_set(params.logit_bias).items()),
+            min_tokens=_set(params.min_tokens),
+            bad_words=tokenizer.encode_words(params.bad_word_strings),
         )
         for sample_index in range(_set(params.n))
     )
+    _check_rules(samples[0], tokenizer.vocab_size)
     stops = StopRules(
         strings=params.stop_strings,
         token_ids=stop_token_ids - eos_ids,
         include_in_output=_set(params.include_stop_str_in_output),
+        min_tokens=_set(params.min_tokens),
     )
     return ResolvedRequest(prompt_ids, samples, stops)
+
+
+def _merged(layers: tuple[SamplingParams, ...]) -> SamplingParams:
+    params = SamplingParams()
+    try:
+        for layer in layers:
+            params = params.over(layer)
+    except InvalidParameterError as error:  # layers that are right by themselves may contradict each other
+        raise RequestError("invalid_request", str(error)) from None
+    return params
+
+
+def _check_rules(sampling: EngineSampling, vocab_size: int) -> None:
+    for token, _ in sampling.logit_bias:
+        if token >= vocab_size:
+            raise RequestError(
+                "invalid_request", f"logit_bias: ids of this model are in [0, {vocab_size}), {token} isn't"
+            )
+    if sampling.num_rules > MAX_LOGIT_RULES:
+        raise RequestError(
+            "invalid_request",
+            f"logit_bias, bad_words and the stop tokens of min_tokens come to {sampling.num_rules} tokens, which is "
+            f"more than {MAX_LOGIT_RULES}: give fewer or shorter ones",
+        )
 
 
 def derive_seed(job_seed: int, row_index: int) -> int:

@@ -15,7 +15,7 @@ from minisgl_batch.errors import InvalidParameterError, ModelError
 from minisgl_batch.sampling_params import SamplingParams
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # These state a context that max_position_embeddings already counts; the other scaled types multiply it.
 SELF_CONTAINED_ROPE_TYPES = ("default", "llama3", "longrope", "su", "mrope")
 

@@ -242,10 +242,11 @@ class _RequestState:
 class _GrowingText:
     """The text of a request as its tokens come: detokenized, and searched for stop strings where there are any."""
 
-    __slots__ = ("_num_tokens", "_pieces", "_scanner", "_stream", "num_chars")
+    __slots__ = ("_min_tokens", "_num_tokens", "_pieces", "_scanner", "_stream", "num_chars")
 
     def __init__(self, stream: TextStream, stops: StopRules) -> None:
         self._stream = stream
+        self._min_tokens = stops.min_tokens
         self._scanner = StopScanner(stops.strings, include=stops.include_in_output) if stops.strings else None
         self._pieces: list[str] = []
         self._num_tokens = 0
@@ -253,19 +254,29 @@ class _GrowingText:
 
     def grow(self, token_ids: Sequence[int], num_text_tokens: int, *, is_last: bool) -> tuple[str, str | None]:
         """Take the tokens up to `num_text_tokens`; returns the text that this releases, and a stop string if found."""
-        text = "".join(map(self._stream.push, token_ids[self._num_tokens : num_text_tokens]))
-        self._num_tokens = num_text_tokens
+        unsearched = self._push(token_ids, min(self._min_tokens, num_text_tokens))
+        text = self._push(token_ids, num_text_tokens)
         if is_last:
             text += self._stream.flush()
         stop_string = None
-        if self._scanner is not None:
+        if self._scanner is None:
+            text = unsearched + text
+        else:
+            released = self._scanner.skip(unsearched) if unsearched else ""
             text, stop_string = self._scanner.push(text)
+            text = released + text
             if is_last and stop_string is None:
                 text += self._scanner.flush()
         if text:
             self._pieces.append(text)
             self.num_chars += len(text)
         return text, stop_string
+
+    def _push(self, token_ids: Sequence[int], end: int) -> str:
+        """The text of the next tokens, up to `end`."""
+        new = token_ids[self._num_tokens : end]
+        self._num_tokens += len(new)
+        return "".join(map(self._stream.push, new))
 
     def so_far(self) -> str:
         return "".join(self._pieces)

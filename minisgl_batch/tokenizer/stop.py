@@ -12,7 +12,7 @@ class StopScanner:
     """Releases text that can't be part of a stop string, and finds the first stop string that is complete.
 
     What it finds depends on the text alone, never on where the pieces were cut: the stop string that ends first
-    wins, and of two that end together the longer one.
+    wins, and of two that end together the longer one. One that ends in text that was skipped doesn't count.
     """
 
     __slots__ = ("_held", "_include", "_strings")
@@ -30,21 +30,36 @@ class StopScanner:
         """
         if not text:
             return "", None
+        num_before = len(self._held)
         text = self._held + text
         # (end, start, string) of each; an earlier end is the earlier stop, and then an earlier start the longer one.
-        found = min(((start + len(s), start, s) for s in self._strings if (start := text.find(s)) >= 0), default=None)
+        found = min(
+            (
+                (start + len(s), start, s)
+                for s in self._strings
+                if (start := text.find(s, max(0, num_before - len(s) + 1))) >= 0
+            ),
+            default=None,
+        )
         if found is not None:
             end, start, string = found
             return text[: end if self._include else start], string
-        num_held = max(_beginning_at_end(text, s) for s in self._strings)
-        released = text[: len(text) - num_held]
-        self._held = text[len(released) :]
-        return released, None
+        return self._release(text), None
+
+    def skip(self, text: str) -> str:
+        """Take more text, in which no stop string counts unless it ends behind it; returns what is released by it."""
+        return self._release(self._held + text)
 
     def flush(self) -> str:
         """The text that was held back, now that no more follows."""
         held, self._held = self._held, ""
         return held
+
+    def _release(self, text: str) -> str:
+        num_held = max(_beginning_at_end(text, s) for s in self._strings)
+        released = text[: len(text) - num_held]
+        self._held = text[len(released) :]
+        return released
 
 
 def _beginning_at_end(text: str, string: str) -> int:

@@ -65,6 +65,7 @@ class ModelTokenizer:
         self._fast.no_padding()
         self.detokenizer: Detokenizer = make_detokenizer(self._fast)
         self.default_sampling: SamplingParams = defaults.sampling
+        self._words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {(): ()}
         self.max_len = defaults.max_len
         self.vocab_size = defaults.vocab_size
         ends = {hf_tokenizer.eos_token_id, self._turn_end()} - {None}
@@ -199,6 +200,28 @@ class ModelTokenizer:
         encoded.update(zip(prompts, self._encode(list(prompts.values()), add_special_tokens=True), strict=True))
         encoded.update(zip(chats, self._encode(list(chats.values()), add_special_tokens=False), strict=True))
         return [encoded[index] for index in range(len(inputs))]
+
+    def encode_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that words are, as they begin a text and as they follow a space.
+
+        Not all that a model can spell a word with: it may take other tokens than the tokenizer would.
+
+        Raises:
+            RequestError: nothing is left of a word.
+        """
+        known = self._words.get(words)
+        if known is None:
+            known = tuple(dict.fromkeys(ids for word in words for ids in self._spellings(word)))
+            self._words = {words: known}  # most rows have those of the row before
+        return known
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        stem = word.lstrip() or word
+        plain, spaced = (tuple(ids.tolist()) for ids in self._encode([stem, f" {stem}"], add_special_tokens=False))
+        if not plain:
+            raise RequestError("invalid_request", f"bad_words: {word!r} has no tokens in this model")
+        # What follows a space is often a token of its own, else the space is one.
+        return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[IntArray]:
         encodings = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)

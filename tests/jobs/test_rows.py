@@ -97,11 +97,11 @@ def test_an_openai_batch_has_one_url() -> None:
 def test_api_fields_that_change_nothing_are_passed_over() -> None:
     neutral = {
         "stream": False,
-        "presence_penalty": 0.0,
+        "length_penalty": 1.0,
         "logprobs": None,
         "tools": [],
         "response_format": {"type": "text"},
-        "repetition_penalty": 1,
+        "best_of": 1,
         "guided_json": None,
         "store": True,
     }

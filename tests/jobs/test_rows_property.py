@@ -93,6 +93,10 @@ GOOD_ROWS = st.builds(
             "stop": st.text(min_size=1) | st.lists(st.text(min_size=1), max_size=3),
             "stop_token_ids": st.lists(st.integers(0, 9), max_size=3),
             "ignore_eos": st.booleans(),
+            "presence_penalty": st.floats(-2, 2),
+            "repetition_penalty": st.floats(0, 100, exclude_min=True),
+            "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1).map(str), st.floats(-100, 100), max_size=3),
+            "bad_words": st.lists(st.text(min_size=1), max_size=3),
             "metadata": st.dictionaries(st.text(), st.integers() | st.text() | st.floats(0, 1), max_size=3),
         },
     ),
@@ -113,5 +117,5 @@ def test_good_rows_arrive_as_they_were_written(objects: list[dict[str, Any]], as
         assert row.messages == given_row.get("messages")
         assert row.prompt_token_ids == given_row.get("prompt_token_ids")
         assert json.loads(row.metadata or "null") == given_row.get("metadata")
-        for name, value in row.params.to_dict().items():
-            assert (list(value) if isinstance(value, tuple) else value) == given_row[name]
+        for name, value in json.loads(json.dumps(row.params.to_dict())).items():
+            assert value == given_row[name]

@@ -30,6 +30,27 @@ def test_decimals_as_settings(tmp_path: Path) -> None:
     assert empty.params.to_dict() == {}
 
 
+def test_biases_and_words_in_cells(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "logit_bias": {"5": 1.5}, "bad_words": ["x", "y"]},
+        {"prompt": "b", "logit_bias": {"7": -2.0}, "bad_words": None},
+    ]
+    texts = [
+        {"prompt": "c", "logit_bias": '{"5": 1.5}', "bad_words": '["x", "y"]'},
+        {"prompt": "d", "bad_words": "x y"},
+    ]
+    write(tmp_path / "structs.parquet", pa.Table.from_pylist(rows))
+    write(tmp_path / "texts.parquet", pa.Table.from_pylist(texts))
+    (tmp_path / "cells.csv").write_text('prompt,logit_bias,bad_words\ne,"{""5"": 1.5}","[""x"", ""y""]"\nf,,x y\n')
+    seen = {}
+    for name in ("structs.parquet", "texts.parquet", "cells.csv"):
+        with prepare(tmp_path / name, model="m", output=tmp_path / "o") as submission:
+            seen |= {row.prompt: row.params.to_dict() for row in submission.examples}
+    full = {"logit_bias": {5: 1.5}, "bad_words": ("x", "y")}
+    word = {"bad_words": "x y"}
+    assert seen == {"a": full, "b": {"logit_bias": {7: -2.0}}, "c": full, "d": word, "e": full, "f": word}
+
+
 def test_a_column_that_is_there_twice(tmp_path: Path) -> None:
     table = pa.table([["a"], ["b"], [1], [2]], names=["prompt", "prompt", "x", "x"])
     source = write(tmp_path / "in.parquet", table)

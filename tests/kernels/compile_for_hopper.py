@@ -15,8 +15,10 @@ from triton.compiler import ASTSource
 
 from minisgl_kernels import triton_support
 from minisgl_kernels.add_rms_norm import add_rms_norm
+from minisgl_kernels.adjust_logits import AdjustedRows, adjust_logits
 from minisgl_kernels.decode_inputs import DecodeInputs, PageLists, decode_inputs
 from minisgl_kernels.embedding import embedding
+from minisgl_kernels.fused_moe import fused_moe
 from minisgl_kernels.merge_states import merge_states
 from minisgl_kernels.norm_rope_store import norm_rope_store
 from minisgl_kernels.paged_attention import PagedRows, paged_attention
@@ -83,6 +85,11 @@ def run_all(dtype: torch.dtype) -> None:
     sample_gumbel(values(4, 151_936), rows)
     sample_gumbel(values(1, 1), rows._replace(slots=rows.slots[:1]), 1)
     sample_filtered(values(4, 151_936), rows)
+    adjusted = AdjustedRows(*rows[:3], numbers(7, 99), *torch.ones(3, 7), numbers(7), numbers(7, 2048, 4))
+    adjust_logits(values(4, 151_936), adjusted)
+    gate_up, down = values(8, 2 * 192, 256), values(8, 256, 192)
+    for num_tokens in (1, 8, 32, 120, 800):  # a tile each
+        fused_moe(values(num_tokens, 256), values(num_tokens, 8), gate_up, down, 2, renormalize=True)
     for num_rows, window in ((4, None), (1, 100)):
         paged = PagedRows(numbers(5, 300), numbers(num_rows), numbers(num_rows))
         paged_attention(values(num_rows, 40, 128), *pool, paged, 0.1, window)

@@ -15,7 +15,6 @@ import torch
 
 from minisgl_kernels import cpp, cuda
 from minisgl_kernels.cuda import LayerKernels
-from minisgl_kernels.upcoming import Beginning
 
 _SOURCES = Path(cuda.__file__).parent / "csrc"
 _EMULATOR = Path(__file__).parent / "emulator"
@@ -38,20 +37,6 @@ def build_emulator() -> Path:
 def emulated(library: Path, name: str) -> Callable[..., None]:
     """A kernel's function."""
     return _caller(getattr(ctypes.CDLL(str(library)), f"emulate_{name}"))
-
-
-def take_prefetches() -> list[tuple[int, int]]:
-    """What emulated kernels have prefetched since the last call: addresses and numbers of bytes, in any order."""
-    prefetches, count = torch.zeros(1 << 16, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    emulated(build_emulator(), "take_prefetches")(prefetches, count)
-    assert count <= len(prefetches)
-    return [(address, num_bytes) for address, num_bytes in prefetches[: int(count)].tolist()]
-
-
-def ranges(upcoming: Beginning) -> list[tuple[int, int]]:
-    """What a kernel has to prefetch, by address."""
-    address, num_rows, row_stride_bytes, row_bytes = upcoming
-    return [(address + row * row_stride_bytes, row_bytes) for row in range(num_rows)]
 
 
 @cache

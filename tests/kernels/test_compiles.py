@@ -17,8 +17,11 @@ def test_every_triton_kernel_compiles_for_hopper() -> None:
     assert done.returncode == 0, done.stderr
     compiled = {tuple(line.removeprefix("minisgl_kernels.").split()) for line in done.stdout.splitlines()}
     assert compiled >= {
+        *(("adjust_logits", name) for name in ("_rule_kernel", "_count_kernel", "_penalty_kernel")),
         ("decode_inputs", "_kernel"),
+        *(("fused_moe", name) for name in ("_product_kernel", "_sum_kernel")),
         ("merge_states", "_kernel"),
+        *(("moe_routing", name) for name in ("_route_kernel", "_layout_kernel")),
         ("sample_filtered", "_kernel"),
         *(("sample_gumbel", name) for name in ("_split_kernel", "_reduce_kernel")),
         *(("paged_attention", name) for name in ("_decode_kernel", "_join_kernel", "_extend_kernel")),

@@ -176,9 +176,9 @@ def test_overlapping_launches_keep_their_order(device: torch.device) -> None:
     def chain(*, step: Callable[[], None]) -> torch.Tensor:
         x = inputs
         for residual in residuals:
-            x, _ = add_rms_norm(x, residual, weight[: x.shape[1]], 1e-6, upcoming=inputs)
+            x, _ = add_rms_norm(x, residual, weight[: x.shape[1]], 1e-6)
             step()
-            x = silu_and_mul(x, upcoming=inputs)
+            x = silu_and_mul(x)
             step()
         return x
 

@@ -106,6 +106,23 @@ def test_stop_token_ends_a_row(llm: LLM) -> None:
     assert output.outputs[0].stop_reason == token_ids[1]
 
 
+def test_what_changes_logits(llm: LLM) -> None:
+    """42 is what the model says, as "4" and "2"."""
+
+    def text(**fields: Any) -> str:
+        (output,) = llm.generate(MESSAGES, SamplingParams(max_tokens=6, **fields), progress=False)
+        return output.outputs[0].text
+
+    four, two = llm.get_tokenizer().convert_tokens_to_ids(["4", "2"])
+    assert text() == "42"
+    assert "4" not in text(bad_words=["4"])
+    assert not text(bad_words=["42"]).startswith("42")
+    assert text(logit_bias={two: 100}) == "2" * 6
+    assert text(logit_bias={two: 100}, frequency_penalty=2, presence_penalty=2, stop_token_ids=[four]).startswith("22")
+    assert len(text(min_tokens=6)) > 2
+    assert text(stop=["4", "2"], min_tokens=1) == "4"
+
+
 def test_unservable_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
     steps = llm.stats().num_steps
     for bad, problem in (("", "empty"), ([1] * 5000, "context"), ([10**6], "1024"), ([], "messages|empty")):

@@ -1,7 +1,6 @@
 // Residual addition and RMS norm, one block per row. Called through `add_rms_norm.py`, which describes the arguments.
 
 #include "common.cuh"
-#include "upcoming.cuh"
 
 namespace minisgl {
 
@@ -17,11 +16,9 @@ __device__ inline float sum_over_block(float x) {
 
 // Each thread holds kVectors vectors of its row, a block's width apart.
 template <typename T, int kVectors, bool kHasResidual>
-__global__ void add_rms_norm_kernel(const T* x, T* residual, const T* weight, T* normed, int64_t x_stride, int num_rows,
-                                    int size, float eps, Upcoming upcoming) {
+__global__ void add_rms_norm_kernel(const T* x, T* residual, const T* weight, T* normed, int64_t x_stride, int size,
+                                    float eps) {
   const int64_t row = blockIdx.x;
-  prefetch(upcoming);
-  if (row >= num_rows) return;
   int columns[kVectors];
   Vector<T> weights[kVectors], summed[kVectors], added[kVectors];
 #pragma unroll
@@ -60,19 +57,17 @@ __global__ void add_rms_norm_kernel(const T* x, T* residual, const T* weight, T*
 
 #ifndef MINISGL_EMULATE
 void add_rms_norm(TensorView x, TensorView residual, TensorView weight, TensorView normed, double eps,
-                  bool has_residual, int64_t upcoming_begin, int64_t upcoming_rows, int64_t upcoming_stride_bytes,
-                  int64_t upcoming_row_bytes) {
+                  bool has_residual) {
   const int num_tokens = x.size(0), size = x.size(1);
   const int num_vectors = size / kVector;
   // At most two vectors a thread up to 8,192 elements: few warps have to meet, and all loads are in flight at once.
   const int per_thread = num_vectors <= 256 ? 1 : num_vectors <= 1024 ? 2 : 4;
   const int threads = ((num_vectors + per_thread - 1) / per_thread + 31) / 32 * 32;
-  const Upcoming upcoming(upcoming_begin, upcoming_rows, upcoming_stride_bytes, upcoming_row_bytes);
   with_type(x, [&](auto element) {
     using T = decltype(element);
     const auto run = [&](auto kernel) {
-      launch(kernel, blocks_to_prefetch(num_tokens, upcoming), threads, x.device(), data<T>(x), data<T>(residual),
-             data<T>(weight), data<T>(normed), x.stride(0), num_tokens, size, eps, upcoming);
+      launch(kernel, num_tokens, threads, x.device(), data<T>(x), data<T>(residual), data<T>(weight),
+             data<T>(normed), x.stride(0), size, eps);
     };
     if (per_thread == 1)
       run(has_residual ? add_rms_norm_kernel<T, 1, true> : add_rms_norm_kernel<T, 1, false>);

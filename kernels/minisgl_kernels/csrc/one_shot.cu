@@ -10,7 +10,6 @@
 // its owner alternates.
 
 #include "common.cuh"
-#include "upcoming.cuh"
 
 namespace minisgl {
 
@@ -132,13 +131,11 @@ template <typename T, int kRanks>
 __global__ void __launch_bounds__(1024)
     one_shot_add_rms_norm_kernel(const T* x, T* residual, const T* weight, T* normed, int num_rows, int block_rows,
                                  int row_vectors, float eps, Peers peers, int64_t part_bytes, int64_t offset, int rank,
-                                 const int* aborted, Upcoming upcoming) {
+                                 const int* aborted) {
   __shared__ float of_warp[2][32];  // in turn, so that no row overwrites what another one still reads
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
   const int begin = blockIdx.x * block_rows;
   const int count = num_rows - begin < block_rows ? num_rows - begin : block_rows;
-  prefetch(upcoming);
-  if (count <= 0) return;
   const int64_t row_size = int64_t{kVector} * row_vectors, column = int64_t{kVector} * threadIdx.x;
   const bool has_column = threadIdx.x < row_vectors;
   Vector<T> weights, added;
@@ -250,21 +247,18 @@ void one_shot_all_reduce(TensorView x, TensorView out, TensorView memory, Tensor
 
 void one_shot_add_rms_norm(TensorView x, TensorView residual, TensorView weight, TensorView normed, TensorView memory,
                            TensorView aborted, int64_t rank, int64_t block_rows, int64_t part_bytes, int64_t offset,
-                           double eps, int64_t upcoming_begin, int64_t upcoming_rows, int64_t upcoming_stride_bytes,
-                           int64_t upcoming_row_bytes) {
+                           double eps) {
   const int64_t num_rows = x.size(0), row_vectors = x.size(1) / kVector;
   const int64_t num_blocks = (num_rows + block_rows - 1) / block_rows;
   const bool fits = offset >= 0 || block_rows * row_vectors * 16 <= part_bytes;
   TVM_FFI_ICHECK(num_blocks <= kMaxBlocks && row_vectors <= 1024 && fits)
       << "the tensor is too large";
-  const Upcoming upcoming(upcoming_begin, upcoming_rows, upcoming_stride_bytes, upcoming_row_bytes);
   with_type(x, [&](auto element) {
     using T = decltype(element);
     with_ranks(memory.size(0), [&](auto ranks) {
-      launch(one_shot_add_rms_norm_kernel<T, ranks>, blocks_to_prefetch(num_blocks, upcoming),
-             (row_vectors + 31) / 32 * 32, x.device(), data<T>(x), data<T>(residual), data<T>(weight), data<T>(normed),
-             num_rows, block_rows, row_vectors, eps, addresses(memory), part_bytes, offset, rank,
-             static_cast<const int*>(aborted.data_ptr()), upcoming);
+      launch(one_shot_add_rms_norm_kernel<T, ranks>, num_blocks, (row_vectors + 31) / 32 * 32, x.device(), data<T>(x),
+             data<T>(residual), data<T>(weight), data<T>(normed), num_rows, block_rows, row_vectors, eps,
+             addresses(memory), part_bytes, offset, rank, static_cast<const int*>(aborted.data_ptr()));
     });
   });
 }

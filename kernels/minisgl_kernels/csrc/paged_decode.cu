@@ -81,11 +81,11 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors
   const Shares shares(tensors.indptr[shape.num_rows] << shape.page_bits, shape.max_shares);
   const bool works = share < static_cast<int>(shares.num_shares);
   const int begin = works ? shares.begin(share) : 0, end = works ? shares.begin(share + 1) : 0;
+  T* ring = static_cast<T*>(dynamic_shared()) + warp * (kRingBytes / sizeof(T));
+  Load loader(tensors, shape, kv_head, ring, begin, end);
   Row<T, kHeadDim> row, next_row;
   row.load_place(tensors, shape, row_holding(begin, tensors.indptr, shape));
   next_row.load_place(tensors, shape, row.number + 1);
-  T* ring = static_cast<T*>(dynamic_shared()) + warp * (kRingBytes / sizeof(T));
-  Load loader(tensors, shape, kv_head, ring, begin, end);
   const bool early = begin + kStages - 1 <= row.end - (1 << shape.page_bits);
   if (!early) wait_for_inputs();
 #pragma unroll 1

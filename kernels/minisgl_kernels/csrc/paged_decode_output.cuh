@@ -101,85 +101,81 @@ struct Output {
     return reinterpret_cast<Dimensions*>(query) + threadIdx.x % 32;
   }
 
-  // Some shares' parts of a query, and its prefix.
-  struct Parts {
-    static constexpr int kSize = 8;
-    PerLane<float> out[kSize];
-    float lse[kSize];
-    PerLane<T> prefix;
-    float prefix_lse;
-
-    // From the row's part `first` on; nothing behind the last query.
-    __device__ void load(const Output& output, const SplitRow& row, int num_parts, int query, int first) {
-      const Shape& shape = output.shape;
-      if (query >= shape.num_queries) return;
-      // Shares' first slots are equally far apart.
-      const float* begin = output.part(2 * row.first_share, query);
-      const int64_t of_slot = int64_t{shape.num_kv_heads} * shape.num_queries * kPartSize;
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        lse[i] = -INFINITY;
-        out[i] = {};
-        if (first + i >= num_parts) continue;
-        const int slot = 2 * (first + i) + (first + i == 0 && !row.starts_in_first ? 1 : 0);
-        const float* from = begin + slot * of_slot;
-        lse[i] = from[kHeadDim];
-        out[i] = *dimensions(from);
-      }
-      if (first > 0) return;
-      prefix_lse = -INFINITY;
-      if (output.tensors.prefix_out == nullptr) return;
-      const int64_t head = output.kv_head * shape.num_queries + query;
-      prefix_lse = output.tensors.prefix_lse[head * shape.num_rows + row.number];
-      const int64_t num_heads = int64_t{shape.num_kv_heads} * shape.num_queries;
-      prefix = *dimensions(output.tensors.prefix_out + (row.number * num_heads + head) * kHeadDim);
-    }
-  };
-
   __device__ float* part(int slot, int query) const {
     return tensors.parts + ((int64_t{slot} * shape.num_kv_heads + kv_head) * shape.num_queries + query) * kPartSize;
   }
 
-  // In the order of the shares, whoever does it. One warp alone: what counts is how many loads are under way at a time.
+  // What a lane has of a share's part, or of the prefix, of all queries.
+  template <typename U>
+  struct Piece {
+    PerLane<U> out[kMaxQueries];
+    float lse[kMaxQueries];
+  };
+
+  __device__ void load_part(int slot, Piece<float>& piece) const {
+#pragma unroll
+    for (int query = 0; query < kMaxQueries; ++query) {
+      if (query >= shape.num_queries) break;
+      const float* from = part(slot, query);
+      piece.out[query] = *dimensions(from);
+      piece.lse[query] = from[kHeadDim];
+    }
+  }
+
+  __device__ void load_prefix(int64_t row, Piece<T>& piece) const {
+#pragma unroll
+    for (int query = 0; query < kMaxQueries; ++query) {
+      piece.lse[query] = -INFINITY;
+      if (query >= shape.num_queries || tensors.prefix_out == nullptr) continue;
+      const int64_t head = kv_head * shape.num_queries + query;
+      piece.lse[query] = tensors.prefix_lse[head * shape.num_rows + row];
+      piece.out[query] = *dimensions(tensors.prefix_out + (row * num_heads() + head) * kHeadDim);
+    }
+  }
+
+  __device__ int64_t num_heads() const { return int64_t{shape.num_kv_heads} * shape.num_queries; }
+
+  // In the order of the shares, whoever does it. One warp does it alone, at the end, when all others wait for it: so it
+  // loads all queries at once, and two parts ahead.
   __device__ void join(const SplitRow& row) const {
-    const int num_parts = row.last_share - row.first_share + 1;
-    const int64_t head = (int64_t{row.number} * shape.num_kv_heads + kv_head) * shape.num_queries;
-    Parts next;
-    next.load(*this, row, num_parts, 0, 0);
+    Piece<float> part, next, later;
+    load_part(row.slot(row.first_share), next);
+    load_part(row.slot(row.first_share + 1), later);
+    float highest[kMaxQueries], total[kMaxQueries] = {}, sums[kMaxQueries][kPerLane] = {};
+#pragma unroll
+    for (int query = 0; query < kMaxQueries; ++query) highest[query] = -INFINITY;
 #pragma unroll 1
-    for (int query = 0; query < shape.num_queries; ++query) {
-      Parts parts;
-      float highest = -INFINITY, total = 0.0f, sums[kPerLane] = {};
-#pragma unroll 1
-      for (int first = 0; first < num_parts; first += Parts::kSize) {
-        parts = next;
-        const bool is_last = first + Parts::kSize >= num_parts;
-        next.load(*this, row, num_parts, is_last ? query + 1 : query, is_last ? 0 : first + Parts::kSize);
-        float top = highest;
+    for (int share = row.first_share; share <= row.last_share; ++share) {
+      part = next;
+      next = later;
+      if (share + 2 <= row.last_share) load_part(row.slot(share + 2), later);
 #pragma unroll
-        for (int i = 0; i < Parts::kSize; ++i) top = fmaxf(top, parts.lse[i]);
-        const float factor = exp2f(highest - top);
-        highest = top;
-        total *= factor;
+      for (int query = 0; query < kMaxQueries; ++query) {
+        if (query >= shape.num_queries) break;
+        const float top = fmaxf(highest[query], part.lse[query]);
+        const float factor = exp2f(highest[query] - top), weight = exp2f(part.lse[query] - top);
+        highest[query] = top;
+        total[query] = total[query] * factor + weight;
 #pragma unroll
-        for (int k = 0; k < kPerLane; ++k) sums[k] *= factor;
-#pragma unroll
-        for (int i = 0; i < Parts::kSize; ++i) {
-          const float weight = exp2f(parts.lse[i] - top);
-          total += weight;
-#pragma unroll
-          for (int k = 0; k < kPerLane; ++k) sums[k] += weight * parts.out[i].of[k];
-        }
+        for (int k = 0; k < kPerLane; ++k)
+          sums[query][k] = sums[query][k] * factor + weight * part.out[query].of[k];
       }
-      const float weight = prefix_weight(parts.prefix_lse, highest + log2f(total));
+    }
+    Piece<T> prefix;
+    load_prefix(row.number, prefix);
+    const int64_t first_head = row.number * num_heads() + kv_head * shape.num_queries;
+#pragma unroll
+    for (int query = 0; query < kMaxQueries; ++query) {
+      if (query >= shape.num_queries) break;
+      const float weight = prefix_weight(prefix.lse[query], highest[query] + log2f(total[query]));
       PerLane<T> joined;
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
-        float x = __fdividef(sums[k], total);
-        if (weight != 0.0f) x += (static_cast<float>(parts.prefix.of[k]) - x) * weight;
+        float x = __fdividef(sums[query][k], total[query]);
+        if (weight != 0.0f) x += (static_cast<float>(prefix.out[query].of[k]) - x) * weight;
         joined.of[k] = static_cast<T>(x);
       }
-      *dimensions(tensors.out + (head + query) * kHeadDim) = joined;
+      *dimensions(tensors.out + (first_head + query) * kHeadDim) = joined;
     }
   }
 };

@@ -1,18 +1,16 @@
-// silu(gate) * up, or gelu(gate) * up, one thread per eight outputs. Called through `silu_and_mul.py`, which describes the arguments.
+// silu(gate) * up or gelu(gate) * up, one thread per eight outputs. Called through `silu_and_mul.py`, which describes the
+// arguments.
 
 #include "common.cuh"
-#include "upcoming.cuh"
 
 namespace minisgl {
 
 template <typename T, bool kGelu>
-__global__ void silu_and_mul_kernel(const T* gate_up, T* out, int num_rows, int width, int num_blocks,
-                                    Upcoming upcoming) {
+__global__ void silu_and_mul_kernel(const T* gate_up, T* out, int width, int num_blocks) {
   const int64_t row = blockIdx.x / num_blocks;
   const int column = (blockIdx.x % num_blocks * blockDim.x + threadIdx.x) * kVector;
-  prefetch(upcoming);
-  if (row >= num_rows || column >= width) return;
   wait_for_inputs();
+  if (column >= width) return;
   const T* gates = gate_up + row * 2 * width + column;
   const Vector<T> gate = Vector<T>::load(gates), up = Vector<T>::load(gates + width);
   float x[kVector], y[kVector];
@@ -31,17 +29,14 @@ __global__ void silu_and_mul_kernel(const T* gate_up, T* out, int num_rows, int 
 }
 
 #ifndef MINISGL_EMULATE
-void silu_and_mul(TensorView gate_up, TensorView out, bool gelu, int64_t upcoming_begin, int64_t upcoming_rows,
-                  int64_t upcoming_stride_bytes, int64_t upcoming_row_bytes) {
+void silu_and_mul(TensorView gate_up, TensorView out, bool gelu) {
   constexpr int kThreads = 128;
   const int num_tokens = out.size(0), width = out.size(1);
   const int num_blocks = (width / kVector + kThreads - 1) / kThreads;
-  const Upcoming upcoming(upcoming_begin, upcoming_rows, upcoming_stride_bytes, upcoming_row_bytes);
   with_type(out, [&](auto element) {
     using T = decltype(element);
     const auto kernel = gelu ? silu_and_mul_kernel<T, true> : silu_and_mul_kernel<T, false>;
-    launch(kernel, blocks_to_prefetch(num_tokens * num_blocks, upcoming), kThreads, out.device(),
-           data<T>(gate_up), data<T>(out), num_tokens, width, num_blocks, upcoming);
+    launch(kernel, num_tokens * num_blocks, kThreads, out.device(), data<T>(gate_up), data<T>(out), width, num_blocks);
   });
 }
 

@@ -19,7 +19,6 @@
 #include <functional>
 #include <memory>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #undef __shared__
@@ -59,7 +58,6 @@ struct Block {
 inline Block* block = nullptr;
 inline std::vector<uint4> shared_memory;
 inline std::function<void()> body;
-inline std::vector<std::pair<const char*, int>> prefetched;  // by all kernels: where they begin, and bytes
 
 inline Fiber& self() { return *block->fibers[block->current]; }
 
@@ -144,8 +142,6 @@ inline uint32_t hear(const uint32_t* flag) {
   sched_yield();
   return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
 }
-
-inline void prefetch_into_l2(const char* begin, int bytes) { emulate::prefetched.push_back({begin, bytes}); }
 
 using Pair = uint32_t;
 

@@ -16,23 +16,17 @@ using namespace minisgl;
 constexpr int kStrides = 4;  // where they begin
 
 extern "C" void emulate_add_rms_norm(const T* x, Sizes x_sizes, T* residual, Sizes, const T* weight, Sizes, T* normed,
-                                     Sizes, double eps, bool has_residual, double begin, double num_rows,
-                                     double row_stride_bytes, double row_bytes) {
+                                     Sizes, double eps, bool has_residual) {
   const int size = x_sizes[1], threads = (size / kVector + 63) / 64 * 32;
   const auto kernel = has_residual ? add_rms_norm_kernel<T, 2, true> : add_rms_norm_kernel<T, 2, false>;
-  const Upcoming upcoming(begin, num_rows, row_stride_bytes, row_bytes);
-  emulate::launch(kernel, blocks_to_prefetch(x_sizes[0], upcoming), threads, 0, x, residual, weight, normed,
-                  x_sizes[kStrides], x_sizes[0], size, eps, upcoming);
+  emulate::launch(kernel, x_sizes[0], threads, 0, x, residual, weight, normed, x_sizes[kStrides], size, eps);
 }
 
-extern "C" void emulate_silu_and_mul(const T* gate_up, Sizes, T* out, Sizes sizes, bool gelu, double begin,
-                                     double num_rows, double row_stride_bytes, double row_bytes) {
+extern "C" void emulate_silu_and_mul(const T* gate_up, Sizes, T* out, Sizes sizes, bool gelu) {
   constexpr int kThreads = 32;
   const int width = sizes[1], num_blocks = (width / kVector + kThreads - 1) / kThreads;
-  const Upcoming upcoming(begin, num_rows, row_stride_bytes, row_bytes);
   const auto kernel = gelu ? silu_and_mul_kernel<T, true> : silu_and_mul_kernel<T, false>;
-  emulate::launch(kernel, blocks_to_prefetch(sizes[0] * num_blocks, upcoming), kThreads, 0, gate_up, out, sizes[0],
-                  width, num_blocks, upcoming);
+  emulate::launch(kernel, sizes[0] * num_blocks, kThreads, 0, gate_up, out, width, num_blocks);
 }
 
 template <int kHeadDim>
@@ -99,23 +93,10 @@ extern "C" void emulate_one_shot_all_reduce(const T* x, Sizes x_sizes, T* out, S
 extern "C" void emulate_one_shot_add_rms_norm(const T* x, Sizes x_sizes, T* residual, Sizes, const T* weight, Sizes,
                                               T* normed, Sizes, const int64_t* memory, Sizes memory_sizes,
                                               const int* aborted, Sizes, double rank, double block_rows,
-                                              double part_bytes, double offset, double eps, double begin,
-                                              double upcoming_rows, double row_stride_bytes, double row_bytes) {
+                                              double part_bytes, double offset, double eps) {
   const int num_rows = x_sizes[0], row_vectors = x_sizes[1] / kVector, rows = block_rows;
-  const Upcoming upcoming(begin, upcoming_rows, row_stride_bytes, row_bytes);
   const auto kernel = memory_sizes[0] == 2 ? one_shot_add_rms_norm_kernel<T, 2> : one_shot_add_rms_norm_kernel<T, 4>;
-  emulate::launch(kernel, blocks_to_prefetch((num_rows + rows - 1) / rows, upcoming), (row_vectors + 31) / 32 * 32, 0, x,
-                  residual, weight, normed, num_rows, rows, row_vectors, static_cast<float>(eps),
-                  addresses(memory, memory_sizes), static_cast<int64_t>(part_bytes), static_cast<int64_t>(offset),
-                  static_cast<int>(rank), aborted, upcoming);
-}
-
-// The number of prefetches of all kernels since the last call, and at most `sizes[0]` of their (address, bytes).
-extern "C" void emulate_take_prefetches(int64_t* prefetches, Sizes sizes, int64_t* count, Sizes) {
-  *count = emulate::prefetched.size();
-  for (int64_t i = 0; i < *count && i < sizes[0]; ++i) {
-    prefetches[2 * i] = reinterpret_cast<int64_t>(emulate::prefetched[i].first);
-    prefetches[2 * i + 1] = emulate::prefetched[i].second;
-  }
-  emulate::prefetched.clear();
+  emulate::launch(kernel, (num_rows + rows - 1) / rows, (row_vectors + 31) / 32 * 32, 0, x, residual, weight, normed,
+                  num_rows, rows, row_vectors, static_cast<float>(eps), addresses(memory, memory_sizes),
+                  static_cast<int64_t>(part_bytes), static_cast<int64_t>(offset), static_cast<int>(rank), aborted);
 }

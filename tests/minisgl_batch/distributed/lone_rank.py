@@ -26,15 +26,8 @@ class _Silent:
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         return None
 
-    def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        upcoming: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return add_rms_norm(x, residual, weight, eps, upcoming)[0]
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return add_rms_norm(x, residual, weight, eps)[0]
 
     def describe(self) -> str:
         return ""

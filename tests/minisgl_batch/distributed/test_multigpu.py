@@ -63,8 +63,7 @@ def norms(tp: TPGroup, inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tens
         buffer = tp.buffer(mine.shape, mine.dtype)
         if number % 3 and buffer is not None:
             mine = buffer.copy_(mine)
-        upcoming = mine.new_empty(20_000, mine.shape[1]) if number % 2 else None
-        normed = tp.comm.add_rms_norm(mine, residual, on_gpu(weight), 1e-6, upcoming)
+        normed = tp.comm.add_rms_norm(mine, residual, on_gpu(weight), 1e-6)
         results.append((normed.cpu(), residual.cpu()))
     return results
 

@@ -11,8 +11,7 @@ import torch
 
 from minisgl_batch.distributed.group import TPGroup
 from minisgl_kernels import one_shot, reference
-from minisgl_kernels.upcoming import NOTHING, beginning
-from tests.kernels.emulation import build_emulator, emulated, ranges, take_prefetches
+from tests.kernels.emulation import build_emulator, emulated
 from tests.minisgl_batch.distributed.rank_pool import RankPool
 
 HEADER_BYTES = 128 * 8 * 4 + 128 * 4  # as in one_shot.cu
@@ -51,7 +50,7 @@ def add_rms_norms(
         if number % 2:  # in memory that the others read, of which each call has its own here
             offset = BUFFERS_AT + number * BUFFER_BYTES
             mine = memory[tp.rank, offset : offset + mine.nbytes].view(torch.bfloat16).view(mine.shape).copy_(mine)
-        kernel(mine, residual, weight, normed, addresses, aborted, tp.rank, rows, PART_BYTES, offset, EPS, *NOTHING)
+        kernel(mine, residual, weight, normed, addresses, aborted, tp.rank, rows, PART_BYTES, offset, EPS)
         results.append((normed, residual))
         sums(x[tp.rank][0], torch.empty_like(x[tp.rank][0]), addresses, aborted, tp.rank, 1, PART_BYTES)
     return results
@@ -86,20 +85,6 @@ def test_a_rank_does_not_wait_for_one_that_is_gone() -> None:
     addresses = torch.tensor([line.data_ptr() for line in memory])
     x = torch.ones(16).bfloat16()
     kernel(x, torch.empty_like(x), addresses, torch.ones(1, dtype=torch.int32), 0, 1, PART_BYTES)
-
-
-@pytest.mark.parametrize("num_rows", [1, 5, 128])
-def test_the_norm_prefetches_each_row_of_the_next_weight_once(num_rows: int) -> None:
-    kernel = emulated(build_emulator(), "one_shot_add_rms_norm")
-    memory = torch.zeros(2, HEADER_BYTES + 2 * 128 * PART_BYTES, dtype=torch.uint8)
-    addresses = torch.tensor([line.data_ptr() for line in memory])
-    x, residual, normed = torch.ones(3, num_rows, 16).bfloat16()
-    upcoming = beginning(torch.empty(9000, 16, dtype=torch.bfloat16), num_rows)
-    gone = torch.ones(1, dtype=torch.int32)  # the other rank, so that nobody waits for it
-    take_prefetches()
-    kernel(x, residual, x[0], normed, addresses, gone, 0, 1, PART_BYTES, -1, EPS, *upcoming)
-    assert sorted(take_prefetches()) == ranges(upcoming)
-    assert torch.equal(residual, torch.full_like(residual, 2))  # the other rank's part is zeros
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
+import pytest
+import torch
+
+from minisgl_batch.bench import SHAPES
+from minisgl_batch.config import EngineConfig
+from minisgl_batch.engine import memory, options
 from minisgl_batch.engine.memory import check_balance
 from minisgl_batch.errors import ModelError
+from minisgl_batch.models.config import load_model_config
 
 GIB = 1 << 30
 
@@ -18,3 +26,18 @@ def test_ranks_with_similar_memory_pass(available: list[int]) -> None:
 def test_a_rank_with_little_memory_is_named() -> None:
     with pytest.raises(ModelError, match=r"rank 1 has 70\.0 GiB .* rank 2 has 100\.0 GiB"):
         check_balance([90 * GIB, 70 * GIB, 100 * GIB])
+
+
+def test_a_step_has_room_for_the_rows_of_all_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of a prefill step is a row of 8 experts, between and behind their two products."""
+    monkeypatch.setattr(options, "pick_device", lambda *_: torch.device("cuda"))
+    sizes = []
+    for moe_width in (768, 1768):
+        shape = SHAPES["qwen3-30b-a3b"] | {"moe_intermediate_size": moe_width}
+        (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        model = load_model_config(tmp_path)
+        config = EngineConfig(model="", max_prefill_tokens=4096, dtype="bfloat16", attention_backend="triton")
+        sizes.append(memory.step_bytes(model, options.resolve(config, model)))
+    least = 4096 * 8 * 2
+    assert sizes[0] > memory.GPU_WORKSPACE_BYTES + least * (768 + 2048)
+    assert least * 1000 <= sizes[1] - sizes[0] < 2 * least * 1000

@@ -13,14 +13,10 @@ import torch
 from minisgl_batch.attention.base import AttentionBackend, ForwardContext
 from minisgl_batch.batch import ForwardBatch
 from minisgl_batch.distributed.group import SINGLE
-from minisgl_batch.layers import embedding, linear, norm, packing
-from minisgl_batch.models import mlp
 from minisgl_batch.models.base import CausalLM
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.models.registry import make_model
 from minisgl_batch.models.weights import load_weights
-from minisgl_kernels.add_rms_norm import add_rms_norm
-from minisgl_kernels.silu_and_mul import silu_and_mul
 from tests.minisgl_batch.distributed.lone_rank import lone_rank
 from tests.minisgl_batch.models.contiguous import flat_pool, sequence_logits
 from tests.minisgl_batch.models.hf import hf_logits, random_model, random_sequences, save
@@ -167,33 +163,3 @@ def test_a_step_depends_on_no_values(family: str, size: int, tmp_path: Path) -> 
     hidden = model(ids, ids, ForwardContext(step, Passing(), flat_pool(model, num_tokens=9)))
     assert hidden.shape == (7, 40)
     assert model.gather_logits(model.logits(hidden[:3])).shape == (3, 99)
-
-
-def test_norms_and_activations_know_the_next_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = loaded(save(random_model("qwen3"), tmp_path))
-    products: list[torch.Tensor] = []
-    told: dict[int, torch.Tensor] = {}  # by the number of the product that comes next
-
-    def multiply(x: torch.Tensor, weight: torch.Tensor, *args: Any) -> torch.Tensor:
-        products.append(weight)
-        return packing.linear(x, weight, *args)
-
-    def normalise(*args: Any) -> Any:
-        told[len(products)] = args[-1]
-        return add_rms_norm(*args)
-
-    def activate(gate_up: torch.Tensor, upcoming: torch.Tensor) -> torch.Tensor:
-        told[len(products)] = upcoming
-        return silu_and_mul(gate_up, upcoming)
-
-    monkeypatch.setattr(linear, "linear", multiply)
-    monkeypatch.setattr(embedding, "linear", multiply)
-    monkeypatch.setattr(norm, "add_rms_norm", normalise)
-    monkeypatch.setattr(mlp, "silu_and_mul", activate)
-    sequence_logits(model, [[1, 2, 3]], [2])  # in two steps
-
-    # A layer's products are qkv, o, gate_up and down; of all but o, which follows attention, it is told before.
-    per_step = 4 * model.config.num_layers + 1
-    assert len(products) == 2 * per_step
-    assert list(told) == [i for i in range(2 * per_step) if i % per_step % 4 != 1]
-    assert all(products[i] is weight for i, weight in told.items())

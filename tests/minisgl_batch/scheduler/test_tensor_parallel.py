@@ -87,7 +87,7 @@ def test_ranks_decide_the_same_whatever_comes(
     for uid in range(0, 18, 3):
         prompts = [random_prompt(reference, random.randint(1, 20)) for _ in range(3)]
         tick = random.randrange(12)
-        filters = random.choice([{}, {"top_k": 3}, {"top_p": 0.9}])
+        filters = random.choice([{}, {"top_k": 3}, {"top_p": 0.9}, {"repetition_penalty": 1.5}])
         sampling = {"max_tokens": random.randint(8, 20), "temperature": random.choice([0.0, 1.0]), "seed": uid}
         script.setdefault(tick, []).append(add(uid, prompts, **sampling, **filters))
         script.setdefault(tick + random.randrange(10), []).append(AbortRequests([uid + 1]))
@@ -98,7 +98,15 @@ def test_ranks_decide_the_same_whatever_comes(
 
 def test_samples_are_those_of_one_process(models: Callable[[str], Model], rank_pool: Callable[[int], RankPool]) -> None:
     reference, folder = models("mistral")
-    kinds = [{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}]
+    bias = tuple((token, random.choice([-9.0, 9.0])) for token in range(0, 8191, 97))
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_k": 20},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"presence_penalty": 2.0, "frequency_penalty": 1.0, "logit_bias": bias},
+        {"repetition_penalty": 5.0, "logit_bias": bias, "top_p": 0.8},
+    ]
     common = {"temperature": 1.0, "max_tokens": 6}
     script = {
         tick: [add(4 * tick, [random_prompt(reference, 9) for _ in range(4)], seed=tick, **common, **kind)]

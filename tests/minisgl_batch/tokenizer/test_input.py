@@ -53,6 +53,39 @@ def test_ignored_eos_can_still_be_a_stop_token(tokenizer: ModelTokenizer) -> Non
     assert request.stops.token_ids == frozenset({2})
 
 
+def test_what_changes_logits(tokenizer: ModelTokenizer) -> None:
+    job = SamplingParams(presence_penalty=1, logit_bias={"7": 3, "5": -1.5}, min_tokens=4, bad_words=["dog"])
+    request = resolve(tokenizer, SamplingParams(repetition_penalty=1.2, frequency_penalty=-1, stop="x"), job)
+    (sampling,) = request.samples
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.0, -1.0, 1.2)
+    assert sampling.logit_bias == ((5, -1.5), (7, 3.0))
+    assert sampling.min_tokens == request.stops.min_tokens == 4
+    assert sampling.bad_words == tokenizer.encode_words(("dog",))
+    assert sampling.num_rules == 2 + len(sampling.stop_ids) + sum(map(len, sampling.bad_words))
+    assert (sampling.has_penalty, sampling.num_adjusted, sampling.reads_tokens) == (True, None, True)
+
+
+def test_nothing_changes_logits_by_default(tokenizer: ModelTokenizer) -> None:
+    (sampling,) = resolve(tokenizer).samples
+    assert (sampling.num_rules, sampling.num_adjusted, sampling.reads_tokens) == (0, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        ([SamplingParams(min_tokens=6), SamplingParams(max_tokens=5)], "min_tokens: must be at most max_tokens"),
+        ([SamplingParams(logit_bias={10**6: 1})], r"logit_bias: ids of this model are in \[0, \d+\), 1000000 isn't"),
+        ([SamplingParams(bad_words=["dog " * 3000])], "come to .* more than 2048"),
+    ],
+)
+def test_parameters_that_cannot_be_served(
+    tokenizer: ModelTokenizer, layers: list[SamplingParams], problem: str
+) -> None:
+    with pytest.raises(RequestError, match=problem) as caught:
+        resolve(tokenizer, *layers)
+    assert caught.value.error_type == "invalid_request"
+
+
 def test_top_k_minus_one_keeps_all(tokenizer: ModelTokenizer) -> None:
     assert resolve(tokenizer, SamplingParams(top_k=-1)).samples[0].top_k == 0
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -128,6 +130,19 @@ def test_stop_string_over_several_tokens(processor: OutputProcessor, tokenizer: 
     assert result.token_ids == ids[: ids.index(newline) + 2]
     assert row.aborts == [row.uid]
     assert len(processor) == 0
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "a "), (4, "a "), (5, "a dog "), (9, "a dog dog")])
+def test_stop_strings_wait_for_min_tokens(
+    processor: OutputProcessor, tokenizer: Tokenizer, min_tokens: int, text: str
+) -> None:
+    ids = [tokenizer.token_to_id(character) for character in "aĠdogĠdog"]
+    row = Row(processor, StopRules(strings=("dog",), min_tokens=min_tokens))
+    if random.random() < 0.5:
+        row.watch()
+    row.feed(ids, FINISH_LENGTH)
+    assert row.end().text == text
+    assert row.end().finish_reason == ("length" if min_tokens == 9 else "stop")
 
 
 def test_text_that_may_begin_a_stop_string_is_shown_late(processor: OutputProcessor, tokenizer: Tokenizer) -> None:

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from minisgl_batch.tokenizer.stop import StopScanner
 
 
-def first_stop(text: str, strings: list[str]) -> tuple[int, str] | None:
+def first_stop(text: str, strings: list[str], num_skipped: int) -> tuple[int, str] | None:
     """By definition: walk over the text; the first end of a stop string counts, the longest one at that end."""
-    for end in range(1, len(text) + 1):
+    for end in range(num_skipped + 1, len(text) + 1):
         ending = [s for s in strings if text[:end].endswith(s)]
         if ending:
             string = max(ending, key=len)
@@ -22,15 +22,24 @@ def first_stop(text: str, strings: list[str]) -> tuple[int, str] | None:
     text=st.text("ab", max_size=12),
     strings=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     include=st.booleans(),
+    num_skipped=st.integers(0, 6) | st.just(0),
     data=st.data(),
 )
-def test_pieces_do_not_matter(text: str, strings: list[str], include: bool, data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
-    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+def test_pieces_do_not_matter(
+    text: str, strings: list[str], include: bool, num_skipped: int, data: st.DataObject
+) -> None:
+    num_skipped = min(num_skipped, len(text))
+    cuts = sorted({num_skipped, *data.draw(st.lists(st.integers(0, len(text)), max_size=10))})
+    starts = [0, *cuts]
+    pieces = [text[start:end] for start, end in zip(starts, [*cuts, len(text)], strict=True)]
 
     scanner = StopScanner(strings, include=include)
     released, found = "", None
-    for piece in pieces:
+    for start, piece in zip(starts, pieces, strict=True):
+        if start < num_skipped:
+            released += scanner.skip(piece)
+            assert text.startswith(released)
+            continue
         more, found = scanner.push(piece)
         released += more
         assert text.startswith(released)
@@ -39,7 +48,7 @@ def test_pieces_do_not_matter(text: str, strings: list[str], include: bool, data
     else:
         released += scanner.flush()
 
-    expected = first_stop(text, strings)
+    expected = first_stop(text, strings, num_skipped)
     if expected is None:
         assert (released, found) == (text, None)
     else:

@@ -1,0 +1,203 @@
+"""Which experts each token goes through, and which tokens each expert gets: Triton, for `fused_moe`.
+
+An expert's tokens stand one after the other as rows, in blocks of as many rows as a tile of the matrix products has;
+an expert's last block may be partly empty. Everything stays on the device, and shapes depend on bounds alone, so a CUDA
+graph can hold it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from minisgl_kernels import triton_support as support
+from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
+
+_TOKENS_PER_PROGRAM = 4  # a warp each
+_ALIGNMENT = 16  # of lines, so that the kernels that read them are compiled for one case only
+
+
+class Routing(NamedTuple):
+    """A token's j-th expert is `ids[token, j]`, where it is row `starts[id] * block_rows + ranks[token, j]`.
+
+    Attributes:
+        ids: (num_tokens, top_k) int32, best first.
+        weights: (num_tokens, top_k) float32.
+        ranks: (num_tokens, top_k) int32, the token's number among its expert's, in no particular order.
+        counts: (num_experts,) int32, tokens of each expert.
+        members: (num_experts, num_tokens or more) int32; the first `counts[i]` of line i are the expert's tokens, by
+            rank.
+        starts: (num_experts,) int32, each expert's first block.
+        blocks: (3, max_blocks or more) int32: how many tokens each block has, 0 for those that nobody uses; whose it
+            is; and its first token's rank. The number of columns is a multiple of 16.
+        max_blocks: how many blocks there may be.
+        block_rows: rows of a block.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    ranks: torch.Tensor
+    counts: torch.Tensor
+    members: torch.Tensor
+    starts: torch.Tensor
+    blocks: torch.Tensor
+    max_blocks: int
+    block_rows: int
+
+
+def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
+    """A bound of the blocks that so many pairs of token and expert take, however they are spread."""
+    return num_pairs // block_rows + min(num_pairs, num_experts)
+
+
+def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, block_rows: int) -> Routing:
+    """Pick each token's best experts as `reference_moe.route` does, and sort the tokens by expert.
+
+    A NaN counts as the lowest logit.
+
+    Args:
+        router_logits: (num_tokens, num_experts) with at least one token, each row contiguous; any float dtype.
+        top_k: experts per token.
+        renormalize: scale each token's weights to a sum of 1.
+        block_rows: rows of a block.
+    """
+    (num_tokens, num_experts), device = router_logits.shape, router_logits.device
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    bound = max_blocks(num_tokens * top_k, num_experts, block_rows)
+    num_columns = _aligned(bound)
+    zeros = torch.zeros(_aligned(num_experts) + 3 * num_columns, dtype=torch.int32, device=device)
+    routing = Routing(
+        ids=numbers(num_tokens, top_k),
+        weights=torch.empty((num_tokens, top_k), dtype=torch.float32, device=device),
+        ranks=numbers(num_tokens, top_k),
+        counts=zeros[:num_experts],
+        members=numbers(num_experts, _aligned(num_tokens)),
+        starts=numbers(num_experts),
+        blocks=zeros[_aligned(num_experts) :].view(3, num_columns),
+        max_blocks=bound,
+        block_rows=block_rows,
+    )
+    pdl = support.uses_pdl(router_logits)
+    block_experts = support.next_power_of_2(num_experts)
+    _route_kernel[(-(-num_tokens // _TOKENS_PER_PROGRAM),)](
+        router_logits,
+        routing.ids,
+        routing.weights,
+        routing.ranks,
+        routing.counts,
+        routing.members,
+        router_logits.stride(0),
+        routing.members.stride(0),
+        num_tokens,
+        num_experts=num_experts,
+        top_k=top_k,
+        renormalize=renormalize,
+        block_tokens=_TOKENS_PER_PROGRAM,
+        block_experts=block_experts,
+        block_k=support.next_power_of_2(top_k),
+        pdl=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    _layout_kernel[(1,)](
+        routing.counts,
+        routing.starts,
+        routing.blocks,
+        num_columns,
+        num_experts=num_experts,
+        block_rows=block_rows,
+        block_experts=block_experts,
+        pdl=pdl,
+        num_warps=max(1, min(4, block_experts // 32)),
+        launch_pdl=pdl,
+    )
+    return routing
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+@jit
+def _route_kernel(
+    logits: tl.tensor,
+    ids_out: tl.tensor,
+    weights_out: tl.tensor,
+    ranks_out: tl.tensor,
+    counts: tl.tensor,
+    members: tl.tensor,
+    row_stride: tl.tensor,
+    member_stride: tl.tensor,
+    num_tokens: tl.tensor,
+    num_experts: tl.constexpr,
+    top_k: tl.constexpr,
+    renormalize: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block_experts: tl.constexpr,
+    block_k: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """One program per `block_tokens` tokens. Ranks come from counting atomically."""
+    tokens = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)[:, None]
+    experts = tl.arange(0, block_experts)[None, :]
+    picks = tl.arange(0, block_k)[None, :]
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    inside = (tokens < num_tokens) & (experts < num_experts)
+    values = tl.load(logits + tokens.to(tl.int64) * row_stride + experts, mask=inside, other=0.0).to(tl.float32)
+    lowest: tl.constexpr = -3.0e38  # -inf marks what can't be picked
+    values = tl.where(values > lowest, values, lowest)  # a NaN isn't greater
+    values = tl.where(experts < num_experts, values, float("-inf"))
+    peak = tl.max(values, axis=1, keep_dims=True)
+    total = tl.sum(tl.exp(values - peak), axis=1, keep_dims=True)
+
+    ids = tl.zeros((block_tokens, block_k), tl.int32)
+    weights = tl.zeros((block_tokens, block_k), tl.float32)
+    for pick in tl.static_range(top_k):
+        best = tl.max(values, axis=1, keep_dims=True)
+        winner = tl.min(tl.where(values == best, experts, block_experts), axis=1, keep_dims=True)
+        values = tl.where(experts == winner, float("-inf"), values)
+        ids = tl.where(picks == pick, winner, ids)
+        weights = tl.where(picks == pick, tl.exp(best - peak), weights)
+    if renormalize:
+        total = tl.sum(weights, axis=1, keep_dims=True)
+
+    is_pair = (tokens < num_tokens) & (picks < top_k)
+    ranks = tl.atomic_add(counts + ids, 1, mask=is_pair, sem="relaxed")
+    pairs = tokens * top_k + picks
+    tl.store(ids_out + pairs, ids, mask=is_pair)
+    tl.store(weights_out + pairs, weights / total, mask=is_pair)
+    tl.store(ranks_out + pairs, ranks, mask=is_pair)
+    tl.store(members + ids.to(tl.int64) * member_stride + ranks, tl.broadcast_to(tokens, ids.shape), mask=is_pair)
+
+
+@jit
+def _layout_kernel(
+    counts: tl.tensor,
+    starts: tl.tensor,
+    blocks: tl.tensor,
+    num_columns: tl.tensor,
+    num_experts: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_experts: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    """One program, an expert per lane."""
+    experts = tl.arange(0, block_experts)
+    if pdl:
+        gdc_wait()
+        gdc_launch_dependents()
+    count = tl.load(counts + experts, mask=experts < num_experts, other=0)
+    num_blocks = (count + block_rows - 1) // block_rows
+    start = tl.cumsum(num_blocks, axis=0) - num_blocks
+    tl.store(starts + experts, start, mask=experts < num_experts)
+    for i in range(tl.max(num_blocks, axis=0)):
+        place, rank = blocks + start + i, i * block_rows
+        tl.store(place, tl.minimum(count - rank, block_rows), mask=i < num_blocks)
+        tl.store(place + num_columns, experts, mask=i < num_blocks)
+        tl.store(place + 2 * num_columns, tl.zeros_like(experts) + rank, mask=i < num_blocks)
