@@ -19,23 +19,35 @@ from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit,
 _SUM_BLOCK = 1024  # columns of a program of the sum
 
 
-class Tile(NamedTuple):
-    """How the matrix products are cut.
+class Cut(NamedTuple):
+    """How a matrix product is cut.
 
     Attributes:
-        rows, columns: of the result that a program computes.
+        columns: of the result that a program computes.
         depth: of the products that it adds up at a time.
-        halves: programs with at most half the rows compute only those.
-        group: how many blocks of rows take turns at the same columns, while these are in the L2 cache.
+        group: how many blocks of rows take turns at the same columns, while these are in the L2 cache; divides 16.
     """
 
-    rows: int
     columns: int
     depth: int
-    halves: bool
     group: int
     num_warps: int
     num_stages: int
+
+
+class Tile(NamedTuple):
+    """How both matrix products are cut.
+
+    Attributes:
+        rows: of a block, which a program has as a whole.
+        halves: blocks that are at most half full are computed as half a block.
+        first, second: the cuts of the two.
+    """
+
+    rows: int
+    halves: bool
+    first: Cut
+    second: Cut
 
 
 def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tile:
@@ -45,17 +57,23 @@ def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tile:
     weight is read once, and many small programs keep the memory busy. With many rows the tensor cores count.
     """
     rows = num_pairs / num_experts  # if they are spread evenly
-    if dtype == torch.float32:  # for tests: it needs registers and shared memory twice, and has no tensor cores
-        return Tile(32, 32, 32, halves=False, group=4, num_warps=4, num_stages=2)
+    if dtype == torch.float32:  # takes twice the registers and shared memory, and no tensor cores
+        return _alike(32, Cut(32, 32, group=4, num_warps=4, num_stages=2))
     if rows <= 1:
-        return Tile(16, 32, 256, halves=False, group=1, num_warps=4, num_stages=3)
+        return _alike(16, Cut(32, 256, group=1, num_warps=4, num_stages=3))
     if rows <= 5:
-        return Tile(16, 64, 128, halves=False, group=1, num_warps=4, num_stages=4)
+        return _alike(16, Cut(64, 128, group=1, num_warps=4, num_stages=4))
     if rows <= 20:
-        return Tile(32, 64, 128, halves=False, group=1, num_warps=4, num_stages=4)
+        return _alike(32, Cut(64, 128, group=1, num_warps=4, num_stages=4))
     if rows <= 40:
-        return Tile(64, 128, 64, halves=False, group=4, num_warps=4, num_stages=4)
-    return Tile(128, 256, 64, halves=True, group=8, num_warps=8, num_stages=4)
+        return _alike(64, Cut(128, 64, group=4, num_warps=4, num_stages=4))
+    # The second product is less deep: two programs at a time hide each other's beginning and end.
+    first, second = Cut(256, 64, group=8, num_warps=8, num_stages=4), Cut(128, 64, group=8, num_warps=8, num_stages=3)
+    return Tile(128, halves=True, first=first, second=second)
+
+
+def _alike(rows: int, cut: Cut) -> Tile:
+    return Tile(rows, halves=False, first=cut, second=cut)
 
 
 def max_rows(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> int:
@@ -103,11 +121,11 @@ def fused_moe(
         return out
     tile = tile or tile_for(num_tokens * top_k, num_experts, x.dtype)
     routing = route(router_logits, top_k, renormalize=renormalize, block_rows=tile.rows)
-    num_rows = len(routing.block_experts) * tile.rows
+    num_rows = routing.max_blocks * tile.rows
     hidden = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     rows = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
-    _launch_product(x, gate_up, hidden, routing, tile, is_first=True)
-    _launch_product(hidden, down, rows, routing, tile, is_first=False)
+    _launch_product(x, gate_up, hidden, routing, tile.first, halves=tile.halves, is_first=True)
+    _launch_product(hidden, down, rows, routing, tile.second, halves=tile.halves, is_first=False)
     pdl = support.uses_pdl(x)
     num_blocks = -(-hidden_size // _SUM_BLOCK)
     _sum_kernel[(num_tokens * num_blocks,)](
@@ -130,31 +148,37 @@ def fused_moe(
 
 
 def _launch_product(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, routing: Routing, tile: Tile, *, is_first: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    routing: Routing,
+    cut: Cut,
+    *,
+    halves: bool,
+    is_first: bool,
 ) -> None:
-    num_experts, size_n, size_k = weight.shape
+    _, size_n, size_k = weight.shape
+    num_blocks = -(-routing.max_blocks // cut.group) * cut.group
     pdl = support.uses_pdl(x)
-    _product_kernel[(len(routing.block_experts) * -(-size_n // tile.columns),)](
+    _product_kernel[(num_blocks * -(-size_n // cut.columns),)](
         x,
         weight,
         out,
-        routing.counts,
         routing.members,
-        routing.starts,
-        routing.block_experts,
-        routing.members.shape[1],
-        num_experts=num_experts,
+        routing.blocks,
+        routing.members.stride(0),
+        routing.blocks.stride(0),
         size_n=size_n,
         size_k=size_k,
-        block_m=tile.rows,
-        block_n=tile.columns,
-        block_k=tile.depth,
-        halves=tile.halves,
-        group=tile.group,
+        block_m=routing.block_rows,
+        block_n=cut.columns,
+        block_k=cut.depth,
+        halves=halves,
+        group=cut.group,
         is_first=is_first,
         pdl=pdl,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
         launch_pdl=pdl,
     )
 
@@ -164,12 +188,10 @@ def _product_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
-    counts: tl.tensor,
     members: tl.tensor,
-    starts: tl.tensor,
-    block_experts: tl.tensor,
-    num_tokens: tl.tensor,
-    num_experts: tl.constexpr,
+    blocks: tl.tensor,
+    member_stride: tl.tensor,
+    block_stride: tl.tensor,
     size_n: tl.constexpr,
     size_k: tl.constexpr,
     block_m: tl.constexpr,
@@ -181,48 +203,31 @@ def _product_kernel(
     pdl: tl.constexpr,
 ) -> None:
     """One program per block of rows and tile of columns: out = x @ weight[expert].T, activated if `is_first`."""
-    program = tl.program_id(0)
+    # Blocks of rows take turns fastest within a group, so that those of one expert share its weights in the cache.
+    num_columns: tl.constexpr = (size_n + block_n - 1) // block_n
+    place = tl.program_id(0) % (group * num_columns)
+    block = tl.program_id(0) // (group * num_columns) * group + place % group
+    column = place // group * block_n
     if pdl:
         gdc_wait()
         gdc_launch_dependents()
-    num_blocks = tl.load(starts + num_experts)
-    num_columns: tl.constexpr = (size_n + block_n - 1) // block_n
-    if program >= num_blocks * num_columns:
+    num_rows = tl.load(blocks + block)
+    if num_rows == 0:
         return
-    # Blocks of rows take turns fastest within a group, so that those of one expert share its weights in the cache.
-    first_block = program // (group * num_columns) * group
-    group_size = min(num_blocks - first_block, group)
-    place = program % (group * num_columns)
-    block = first_block + place % group_size
-    first_column = place // group_size * block_n
-
-    expert = tl.load(block_experts + block)
-    first_rank = (block - tl.load(starts + expert)) * block_m
-    num_rows = tl.load(counts + expert) - first_rank
-    weight += expert.to(tl.int64) * (size_n * size_k)
-    members += expert.to(tl.int64) * num_tokens + first_rank
+    expert = tl.load(blocks + block_stride + block).to(tl.int64)
+    members += expert * member_stride + tl.load(blocks + 2 * block_stride + block)
+    weight += expert * (size_n * size_k)
     first_row = block.to(tl.int64) * block_m
+    if is_first:
+        out += first_row * (size_n // 2)
+    else:
+        out += first_row * size_n
+        x += first_row * size_k
     half: tl.constexpr = block_m // 2
     if halves and num_rows <= half:
-        _product(
-            x, weight, out, members, first_row, num_rows, first_column, size_n, size_k, half, block_n, block_k, is_first
-        )
+        _product(x, weight, out, members, num_rows, column, size_n, size_k, half, block_n, block_k, is_first)
     else:
-        _product(
-            x,
-            weight,
-            out,
-            members,
-            first_row,
-            num_rows,
-            first_column,
-            size_n,
-            size_k,
-            block_m,
-            block_n,
-            block_k,
-            is_first,
-        )
+        _product(x, weight, out, members, num_rows, column, size_n, size_k, block_m, block_n, block_k, is_first)
 
 
 @jit
@@ -231,9 +236,8 @@ def _product(
     weight: tl.tensor,
     out: tl.tensor,
     members: tl.tensor,
-    first_row: tl.tensor,
     num_rows: tl.tensor,
-    first_column: tl.tensor,
+    column: tl.tensor,
     size_n: tl.constexpr,
     size_k: tl.constexpr,
     block_m: tl.constexpr,
@@ -241,15 +245,15 @@ def _product(
     block_k: tl.constexpr,
     is_first: tl.constexpr,
 ) -> None:
-    """The first `num_rows` rows of a tile. Rows beyond are neither read nor written."""
-    ranks = tl.arange(0, block_m)
-    inside = ranks < num_rows
-    sources = first_row + ranks
+    """The first `num_rows` rows of a tile from `column` on. Rows beyond are neither read nor written."""
+    rows = tl.arange(0, block_m)
+    inside = rows < num_rows
+    sources = rows
     if is_first:
-        sources = tl.load(members + ranks, mask=inside, other=0).to(tl.int64)
+        sources = tl.load(members + rows, mask=inside, other=0).to(tl.int64)
     ks = tl.arange(0, block_k)
     x_places = x + sources[:, None] * size_k + ks[None, :]
-    columns = first_column + tl.arange(0, block_n)
+    columns = column + tl.arange(0, block_n)
     w_columns = columns if size_n % block_n == 0 else columns % size_n
     w_places = weight + w_columns[None, :] * size_k + ks[:, None]
     acc = tl.zeros((block_m, block_n), tl.float32)
@@ -269,8 +273,8 @@ def _product(
         # Neighbours in a row of the result are gate and up: one thread holds both.
         gate, up = tl.split(tl.reshape(acc, (block_m, block_n // 2, 2)))
         acc = gate / (1.0 + tl.exp(-gate)) * up
-        columns = first_column // 2 + tl.arange(0, block_n // 2)
-    places = out + (first_row + ranks)[:, None] * width + columns[None, :]
+        columns = column // 2 + tl.arange(0, block_n // 2)
+    places = out + rows[:, None] * width + columns[None, :]
     tl.store(places, acc.to(out.dtype.element_ty), mask=inside[:, None] & (columns < width)[None, :])
 
 

@@ -15,19 +15,23 @@ from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
 _TOKENS_PER_PROGRAM = 4  # a warp each
+_ALIGNMENT = 16  # of lines, so that the kernels that read them are compiled for one case only
 
 
 class Routing(NamedTuple):
-    """The token's j-th expert is `ids[token, j]`, where it is row `starts[id] * block_rows + ranks[token, j]`.
+    """A token's j-th expert is `ids[token, j]`, where it is row `starts[id] * block_rows + ranks[token, j]`.
 
     Attributes:
         ids: (num_tokens, top_k) int32, best first.
         weights: (num_tokens, top_k) float32.
         ranks: (num_tokens, top_k) int32, the token's number among its expert's, in no particular order.
         counts: (num_experts,) int32, tokens of each expert.
-        members: (num_experts, num_tokens) int32; the first `counts[i]` of line i are the expert's tokens, by rank.
-        starts: (num_experts + 1,) int32, each expert's first block, and last the number of all blocks.
-        block_experts: (max_blocks,) int32, whose each block is; undefined beyond the last block.
+        members: (num_experts, num_tokens or more) int32; the first `counts[i]` of line i are the expert's tokens, by
+            rank.
+        starts: (num_experts,) int32, each expert's first block.
+        blocks: (3, max_blocks or more) int32: how many tokens each block has, 0 for those that nobody uses; whose it
+            is; and its first token's rank. The number of columns is a multiple of 16.
+        max_blocks: how many blocks there may be.
         block_rows: rows of a block.
     """
 
@@ -37,7 +41,8 @@ class Routing(NamedTuple):
     counts: torch.Tensor
     members: torch.Tensor
     starts: torch.Tensor
-    block_experts: torch.Tensor
+    blocks: torch.Tensor
+    max_blocks: int
     block_rows: int
 
 
@@ -62,14 +67,18 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, block_r
     def numbers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
+    bound = max_blocks(num_tokens * top_k, num_experts, block_rows)
+    num_columns = _aligned(bound)
+    zeros = torch.zeros(_aligned(num_experts) + 3 * num_columns, dtype=torch.int32, device=device)
     routing = Routing(
         ids=numbers(num_tokens, top_k),
         weights=torch.empty((num_tokens, top_k), dtype=torch.float32, device=device),
         ranks=numbers(num_tokens, top_k),
-        counts=torch.zeros(num_experts, dtype=torch.int32, device=device),
-        members=numbers(num_experts, num_tokens),
-        starts=numbers(num_experts + 1),
-        block_experts=numbers(max_blocks(num_tokens * top_k, num_experts, block_rows)),
+        counts=zeros[:num_experts],
+        members=numbers(num_experts, _aligned(num_tokens)),
+        starts=numbers(num_experts),
+        blocks=zeros[_aligned(num_experts) :].view(3, num_columns),
+        max_blocks=bound,
         block_rows=block_rows,
     )
     pdl = support.uses_pdl(router_logits)
@@ -82,6 +91,7 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, block_r
         routing.counts,
         routing.members,
         router_logits.stride(0),
+        routing.members.stride(0),
         num_tokens,
         num_experts=num_experts,
         top_k=top_k,
@@ -96,7 +106,8 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, block_r
     _layout_kernel[(1,)](
         routing.counts,
         routing.starts,
-        routing.block_experts,
+        routing.blocks,
+        num_columns,
         num_experts=num_experts,
         block_rows=block_rows,
         block_experts=block_experts,
@@ -105,6 +116,10 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, block_r
         launch_pdl=pdl,
     )
     return routing
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 @jit
@@ -116,6 +131,7 @@ def _route_kernel(
     counts: tl.tensor,
     members: tl.tensor,
     row_stride: tl.tensor,
+    member_stride: tl.tensor,
     num_tokens: tl.tensor,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
@@ -157,14 +173,15 @@ def _route_kernel(
     tl.store(ids_out + pairs, ids, mask=is_pair)
     tl.store(weights_out + pairs, weights / total, mask=is_pair)
     tl.store(ranks_out + pairs, ranks, mask=is_pair)
-    tl.store(members + ids.to(tl.int64) * num_tokens + ranks, tl.broadcast_to(tokens, ids.shape), mask=is_pair)
+    tl.store(members + ids.to(tl.int64) * member_stride + ranks, tl.broadcast_to(tokens, ids.shape), mask=is_pair)
 
 
 @jit
 def _layout_kernel(
     counts: tl.tensor,
     starts: tl.tensor,
-    block_experts_out: tl.tensor,
+    blocks: tl.tensor,
+    num_columns: tl.tensor,
     num_experts: tl.constexpr,
     block_rows: tl.constexpr,
     block_experts: tl.constexpr,
@@ -177,8 +194,10 @@ def _layout_kernel(
         gdc_launch_dependents()
     count = tl.load(counts + experts, mask=experts < num_experts, other=0)
     num_blocks = (count + block_rows - 1) // block_rows
-    ends = tl.cumsum(num_blocks, axis=0)
-    tl.store(starts + experts, ends - num_blocks, mask=experts < num_experts)
-    tl.store(starts + num_experts, tl.sum(num_blocks, axis=0))
+    start = tl.cumsum(num_blocks, axis=0) - num_blocks
+    tl.store(starts + experts, start, mask=experts < num_experts)
     for i in range(tl.max(num_blocks, axis=0)):
-        tl.store(block_experts_out + ends - num_blocks + i, experts, mask=i < num_blocks)
+        place, rank = blocks + start + i, i * block_rows
+        tl.store(place, tl.minimum(count - rank, block_rows), mask=i < num_blocks)
+        tl.store(place + num_columns, experts, mask=i < num_blocks)
+        tl.store(place + 2 * num_columns, tl.zeros_like(experts) + rank, mask=i < num_blocks)

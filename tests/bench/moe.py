@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from minisgl_kernels import reference_moe
-from minisgl_kernels.fused_moe import Tile, fused_moe, tile_for
+from minisgl_kernels.fused_moe import Cut, Tile, fused_moe, tile_for
 from tests.bench.timing import median_us
 
 NUM_TOKENS = (1, 8, 64, 256, 1024, 4096)
@@ -30,23 +30,23 @@ NUM_INPUTS = 16  # in turn, so that few tokens find other experts each time
 DTYPE = torch.bfloat16
 
 SMALL = [
-    Tile(rows, columns, depth, halves=False, group=1, num_warps=warps, num_stages=stages)
+    Tile(rows, False, cut, cut)
     for rows in (16, 32)
-    for columns, depth, warps, stages in ((32, 256, 4, 3), (64, 128, 4, 3), (64, 128, 4, 5), (128, 64, 4, 5))
+    for cut in (Cut(32, 256, 1, 4, 3), Cut(64, 128, 1, 4, 3), Cut(64, 128, 1, 4, 5), Cut(128, 64, 1, 4, 5))
 ]
 LARGE = [
-    Tile(rows, columns, 64, halves=rows == 128, group=group, num_warps=warps, num_stages=stages)
-    for rows, columns, warps, stages in (
+    Tile(rows, rows == 128, cut, cut)
+    for rows, columns, num_warps, num_stages in (
         (64, 128, 4, 3),
         (64, 128, 4, 4),
         (64, 256, 4, 4),
         (64, 256, 8, 4),
+        (128, 128, 4, 3),
         (128, 128, 8, 3),
-        (128, 128, 8, 4),
         (128, 256, 8, 3),
         (128, 256, 8, 4),
     )
-    for group in (1, 8)
+    for cut in (Cut(columns, 64, group, num_warps, num_stages) for group in (1, 8))
 ]
 
 
@@ -100,7 +100,9 @@ def lines(all_num_tokens: list[int], *, sweep: bool) -> Iterator[dict[str, Any]]
                 "kernel": "fused_moe",
                 "tokens": n,
                 "usual": tile == usual,
-                **tile._asdict(),
+                "rows": tile.rows,
+                "first": tile.first._asdict(),
+                "second": tile.second._asdict(),
                 "us": round(us, 1),
                 "floor_us": round(floor, 1),
                 "of_floor": round(floor / us, 3),

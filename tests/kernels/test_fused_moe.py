@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minisgl_kernels import reference_moe
-from minisgl_kernels.fused_moe import Tile, fused_moe, max_rows, tile_for
+from minisgl_kernels.fused_moe import Cut, Tile, fused_moe, max_rows, tile_for
 from minisgl_kernels.moe_routing import max_blocks, route
 from tests.kernels.errors import DTYPES, assert_close
 
@@ -46,11 +46,11 @@ def test_experts(device: torch.device, dtype: torch.dtype, renormalize: bool) ->
 @pytest.mark.parametrize(
     "tile",
     [
-        Tile(16, 32, 32, halves=False, group=1, num_warps=4, num_stages=3),
-        Tile(32, 16, 64, halves=True, group=3, num_warps=4, num_stages=2),
-        Tile(64, 128, 16, halves=True, group=8, num_warps=4, num_stages=3),
+        Tile(16, halves=False, first=Cut(32, 32, 1, 4, 3), second=Cut(16, 64, 2, 4, 2)),
+        Tile(32, halves=True, first=Cut(16, 64, 4, 4, 2), second=Cut(32, 16, 1, 4, 3)),
+        Tile(64, halves=True, first=Cut(128, 16, 8, 4, 3), second=Cut(64, 64, 8, 4, 3)),
     ],
-    ids=str,
+    ids=["16", "32", "64"],
 )
 def test_any_tile_gives_the_same(device: torch.device, tile: Tile) -> None:
     """Sizes that are no multiples of the tile's; experts with no, few and several blocks of rows."""
@@ -86,9 +86,14 @@ def test_rows_of_an_expert_are_its_tokens(device: torch.device) -> None:
     got = route(logits, top_k, renormalize=True, block_rows=block_rows)
     assert got.counts.tolist() == got.ids.flatten().bincount(minlength=num_experts).tolist()
     num_blocks = -(-got.counts // block_rows)
-    assert got.starts.tolist() == [0, *num_blocks.cumsum(0).tolist()]
-    owners = torch.arange(num_experts, device=device).repeat_interleave(num_blocks)
-    assert got.block_experts[: len(owners)].tolist() == owners.tolist()
+    assert torch.equal(got.starts, num_blocks.cumsum(0) - num_blocks)
+    blocks = [
+        (min(count - rank, block_rows), expert, rank)
+        for expert, count in enumerate(got.counts.tolist())
+        for rank in range(0, count, block_rows)
+    ]
+    assert got.blocks.t().tolist()[: len(blocks)] == [list(block) for block in blocks]
+    assert not got.blocks[0, len(blocks) :].any()
     members = got.members[got.ids.long(), got.ranks.long()]
     assert torch.equal(members, torch.arange(num_tokens, device=device).int().unsqueeze(1).expand(-1, top_k))
     assert len(set(zip(got.ids.flatten().tolist(), got.ranks.flatten().tolist(), strict=True))) == num_tokens * top_k

@@ -91,6 +91,29 @@ def test_ways_of_running_agree(model: Path, options: dict[str, Any], monkeypatch
     assert agreeing_tokens(want, got) > 0.4  # random weights: two of 5,000 logits nearly tie every few tokens
 
 
+def test_experts_give_the_ids_of_a_cpu(tmp_path: Path) -> None:
+    """In float32, where no rounding makes a router choose differently."""
+    reference = random_model(
+        "qwen3_moe",
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        mlp_only_layers=[0],
+        vocab_size=5000,
+        max_position_embeddings=2048,
+    )
+    folder, prompts = save(reference, tmp_path), prompts_with_stems(40)
+    want = Served(folder, device="cpu", max_running=64, num_pages=4096).run(prompts, max_tokens=20)
+    got = served(folder, dtype="float32", attention_backend="triton").run(prompts, max_tokens=20)
+    assert agreeing_tokens(want, got) > 0.95
+
+
 def test_shared_prefixes_are_used(model: Path) -> None:
     engine = served(model, max_running=256)
     stem = [random.randrange(5000) for _ in range(1000)]
