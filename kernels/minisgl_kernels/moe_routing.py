@@ -69,7 +69,7 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, block_r
 
     bound = max_blocks(num_tokens * top_k, num_experts, block_rows)
     num_columns = _aligned(bound)
-    zeros = torch.zeros(_aligned(num_experts) + 3 * num_columns, dtype=torch.int32, device=device)
+    zeros = torch.zeros(_aligned(num_experts + 1) + 3 * num_columns, dtype=torch.int32, device=device)
     routing = Routing(
         ids=numbers(num_tokens, top_k),
         weights=torch.empty((num_tokens, top_k), dtype=torch.float32, device=device),
@@ -77,42 +77,33 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, block_r
         counts=zeros[:num_experts],
         members=numbers(num_experts, _aligned(num_tokens)),
         starts=numbers(num_experts),
-        blocks=zeros[_aligned(num_experts) :].view(3, num_columns),
+        blocks=zeros[_aligned(num_experts + 1) :].view(3, num_columns),
         max_blocks=bound,
         block_rows=block_rows,
     )
     pdl = support.uses_pdl(router_logits)
-    block_experts = support.next_power_of_2(num_experts)
-    _route_kernel[(-(-num_tokens // _TOKENS_PER_PROGRAM),)](
+    _kernel[(-(-num_tokens // _TOKENS_PER_PROGRAM),)](
         router_logits,
         routing.ids,
         routing.weights,
         routing.ranks,
-        routing.counts,
+        zeros,
         routing.members,
+        routing.starts,
+        routing.blocks,
         router_logits.stride(0),
         routing.members.stride(0),
+        routing.blocks.stride(0),
         num_tokens,
         num_experts=num_experts,
         top_k=top_k,
         renormalize=renormalize,
+        block_rows=block_rows,
         block_tokens=_TOKENS_PER_PROGRAM,
-        block_experts=block_experts,
+        block_experts=support.next_power_of_2(num_experts),
         block_k=support.next_power_of_2(top_k),
         pdl=pdl,
         num_warps=4,
-        launch_pdl=pdl,
-    )
-    _layout_kernel[(1,)](
-        routing.counts,
-        routing.starts,
-        routing.blocks,
-        num_columns,
-        num_experts=num_experts,
-        block_rows=block_rows,
-        block_experts=block_experts,
-        pdl=pdl,
-        num_warps=max(1, min(4, block_experts // 32)),
         launch_pdl=pdl,
     )
     return routing
@@ -123,25 +114,32 @@ def _aligned(size: int) -> int:
 
 
 @jit
-def _route_kernel(
+def _kernel(
     logits: tl.tensor,
     ids_out: tl.tensor,
     weights_out: tl.tensor,
     ranks_out: tl.tensor,
     counts: tl.tensor,
     members: tl.tensor,
+    starts: tl.tensor,
+    blocks: tl.tensor,
     row_stride: tl.tensor,
     member_stride: tl.tensor,
+    block_stride: tl.tensor,
     num_tokens: tl.tensor,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     renormalize: tl.constexpr,
+    block_rows: tl.constexpr,
     block_tokens: tl.constexpr,
     block_experts: tl.constexpr,
     block_k: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    """One program per `block_tokens` tokens. Ranks come from counting atomically."""
+    """One program per `block_tokens` tokens; the one that comes last cuts the experts' rows into blocks.
+
+    Ranks come from counting atomically. Behind the experts' counts is that of the programs.
+    """
     tokens = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)[:, None]
     experts = tl.arange(0, block_experts)[None, :]
     picks = tl.arange(0, block_k)[None, :]
@@ -175,29 +173,29 @@ def _route_kernel(
     tl.store(ranks_out + pairs, ranks, mask=is_pair)
     tl.store(members + ids.to(tl.int64) * member_stride + ranks, tl.broadcast_to(tokens, ids.shape), mask=is_pair)
 
+    tl.debug_barrier()  # all threads of this program have counted
+    if tl.atomic_add(counts + num_experts, 1) == tl.num_programs(0) - 1:
+        _cut(counts, starts, blocks, block_stride, num_experts, block_rows, block_experts)
+
 
 @jit
-def _layout_kernel(
+def _cut(
     counts: tl.tensor,
     starts: tl.tensor,
     blocks: tl.tensor,
-    num_columns: tl.tensor,
+    block_stride: tl.tensor,
     num_experts: tl.constexpr,
     block_rows: tl.constexpr,
     block_experts: tl.constexpr,
-    pdl: tl.constexpr,
 ) -> None:
-    """One program, an expert per lane."""
+    """Fill `starts` and `blocks`, an expert per lane."""
     experts = tl.arange(0, block_experts)
-    if pdl:
-        gdc_wait()
-        gdc_launch_dependents()
-    count = tl.load(counts + experts, mask=experts < num_experts, other=0)
+    count = tl.load(counts + experts, mask=experts < num_experts, other=0, volatile=True)
     num_blocks = (count + block_rows - 1) // block_rows
     start = tl.cumsum(num_blocks, axis=0) - num_blocks
     tl.store(starts + experts, start, mask=experts < num_experts)
     for i in range(tl.max(num_blocks, axis=0)):
         place, rank = blocks + start + i, i * block_rows
         tl.store(place, tl.minimum(count - rank, block_rows), mask=i < num_blocks)
-        tl.store(place + num_columns, experts, mask=i < num_blocks)
-        tl.store(place + 2 * num_columns, tl.zeros_like(experts) + rank, mask=i < num_blocks)
+        tl.store(place + block_stride, experts, mask=i < num_blocks)
+        tl.store(place + 2 * block_stride, tl.zeros_like(experts) + rank, mask=i < num_blocks)
