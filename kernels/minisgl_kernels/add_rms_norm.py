@@ -16,13 +16,13 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add x to the residual stream, then normalise the sum.
 
-    The sum is rounded to x's dtype before it is normalised, and the norm before it is scaled: the order of the models'
-    reference code. Moves 4 elements per element of x (2 without a residual).
+    The sum is rounded to x's dtype before it is normalised, and the norm to the weight's before it is scaled: the order
+    of the models' reference code. Moves 4 elements per element of x (2 without a residual).
 
     Args:
         x: (num_tokens, size), each row contiguous; any float dtype.
         residual: the same shape and dtype, contiguous, changed in place; None where x itself starts the stream.
-        weight: (size,), x's dtype.
+        weight: (size,), x's dtype or float32.
         eps: added to the mean square.
 
     Returns:
@@ -35,7 +35,7 @@ def add_rms_norm(
     normed = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     if not num_tokens:
         return normed, stream
-    fits = size % 8 == 0 and x.stride(0) % 8 == 0 and size <= _MAX_CUDA_SIZE
+    fits = size % 8 == 0 and x.stride(0) % 8 == 0 and size <= _MAX_CUDA_SIZE and weight.dtype == x.dtype
     kernels = cuda.layer_kernels(x) if fits else None
     if kernels is not None:
         kernels.add_rms_norm(x, stream, weight, normed, eps, residual is not None)
@@ -95,5 +95,5 @@ def _kernel(
         tl.store(stream, summed, mask=inside)
         values = summed.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / size + eps)
-    rounded = (values * inverse).to(dtype).to(tl.float32)
+    rounded = (values * inverse).to(weight.dtype.element_ty).to(tl.float32)
     tl.store(normed + row * size + columns, (rounded * scale).to(dtype), mask=inside)

@@ -30,7 +30,8 @@ def norm_rope_store(
 
     Args:
         qkv: (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), [queries | keys | values], each row contiguous.
-        norms: weights of the queries' and the keys' norm, (head_dim,) each, qkv's dtype; None: there are no norms.
+        norms: weights of the queries' and the keys' norm, (head_dim,) each, qkv's dtype or float32; None: there are no
+            norms.
         eps: of the norms.
         rope: (num_tokens, 2, head_dim), contiguous, qkv's dtype: the cosines of the token's head_dim / 2 angles, twice,
             and their sines, first negated and then as they are. Dimension i turns together with i + head_dim / 2.
@@ -50,7 +51,7 @@ def norm_rope_store(
         return q
     q_norm, k_norm = norms or (qkv, qkv)
     tensors = (qkv, q_norm, k_norm, rope, out_loc, q, k_pool, v_pool)
-    fits = head_dim in _CUDA_HEAD_DIMS and qkv.stride(0) % 8 == 0
+    fits = head_dim in _CUDA_HEAD_DIMS and qkv.stride(0) % 8 == 0 and q_norm.dtype == qkv.dtype
     kernels = cuda.layer_kernels(qkv) if fits else None
     if kernels is not None:
         kernels.norm_rope_store(*tensors, eps, norms is not None)
@@ -143,8 +144,9 @@ def _kernel(
         if has_norms:
             squares = tl.sum(x_1 * x_1 + x_2 * x_2, axis=1, keep_dims=True)
             inverse = tl.rsqrt(squares / head_dim + eps)
-            x_1 = ((x_1 * inverse).to(dtype).to(tl.float32) * scale_1).to(dtype).to(tl.float32)
-            x_2 = ((x_2 * inverse).to(dtype).to(tl.float32) * scale_2).to(dtype).to(tl.float32)
+            weight_dtype = q_norm.dtype.element_ty
+            x_1 = ((x_1 * inverse).to(weight_dtype).to(tl.float32) * scale_1).to(dtype).to(tl.float32)
+            x_2 = ((x_2 * inverse).to(weight_dtype).to(tl.float32) * scale_2).to(dtype).to(tl.float32)
         turned_1 = x_1 * cos - x_2 * sin
         x_2 = x_2 * cos + x_1 * sin
         x_1 = turned_1

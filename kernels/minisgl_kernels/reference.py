@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the last dimension, (..., size) -> the same shape, contiguous.
 
-    The weight is applied after rounding to x's dtype: that is the order of the models' reference code.
+    The weight is applied after rounding to its dtype: that is the order of the models' reference code.
     """
-    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype).mul_(weight)
+    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(weight.dtype).mul_(weight).to(x.dtype)
 
 
 def add_rms_norm(
@@ -42,6 +42,12 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """The twin of `minisgl_kernels.silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """The twin of `minisgl_kernels.silu_and_mul.gelu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_range: range) -> torch.Tensor:
@@ -86,9 +92,10 @@ def norm_rope_store(
     num_heads = heads.shape[1] - 2 * num_kv_heads
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if norms is not None:
-        qk = F.rms_norm(qk.float(), (head_dim,), None, eps).to(qkv.dtype)
+        qk = F.rms_norm(qk.float(), (head_dim,), None, eps).to(norms[0].dtype)
         qk[:, :num_heads].mul_(norms[0])
         qk[:, num_heads:].mul_(norms[1])
+        qk = qk.to(qkv.dtype)
     rotated = rotate(qk, rope)
     store_kv(rotated[:, num_heads:], v, k_pool, v_pool, out_loc)
     return rotated[:, :num_heads]

@@ -1,4 +1,4 @@
-"""The gated activation of MLPs in one pass: CUDA C++, Triton, or the twin."""
+"""The gated activations of MLPs in one pass: CUDA C++, Triton, or the twin."""
 
 from __future__ import annotations
 
@@ -24,18 +24,29 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """
     if not support.runs_kernels(gate_up):
         return reference.silu_and_mul(gate_up)
+    return _launch(gate_up, gelu=False)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu_and_mul` with gelu, in its approximation by tanh, in silu's place."""
+    if not support.runs_kernels(gate_up):
+        return reference.gelu_and_mul(gate_up)
+    return _launch(gate_up, gelu=True)
+
+
+def _launch(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if not num_tokens:
         return out
     kernels = cuda.layer_kernels(out) if width % 8 == 0 else None
     if kernels is not None:
-        kernels.silu_and_mul(gate_up, out)
+        kernels.silu_and_mul(gate_up, out, gelu)
         return out
     pdl = support.uses_pdl(out)
     num_blocks = -(-width // _BLOCK)
     _kernel[(num_tokens * num_blocks,)](
-        gate_up, out, width=width, block=_BLOCK, num_blocks=num_blocks, pdl=pdl, num_warps=4, launch_pdl=pdl
+        gate_up, out, width=width, block=_BLOCK, num_blocks=num_blocks, gelu=gelu, pdl=pdl, num_warps=4, launch_pdl=pdl
     )
     return out
 
@@ -47,6 +58,7 @@ def _kernel(
     width: tl.constexpr,
     block: tl.constexpr,
     num_blocks: tl.constexpr,
+    gelu: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     """One program per row and block of columns, neighbours side by side in memory."""
@@ -60,5 +72,8 @@ def _kernel(
     gate = tl.load(gates, mask=inside).to(tl.float32)
     up = tl.load(gates + width, mask=inside).to(tl.float32)
     dtype = out.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out + row * width + columns, (silu * up).to(dtype), mask=inside)
+    exponent = gate
+    if gelu:  # 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 * y)), with y = sqrt(2 / pi) * (gate + 0.044715 * gate ** 3)
+        exponent = gate * (1.5957691216057308 + 0.07135481282731255 * gate * gate)
+    activated = (gate / (1.0 + tl.exp(-exponent))).to(dtype).to(tl.float32)
+    tl.store(out + row * width + columns, (activated * up).to(dtype), mask=inside)

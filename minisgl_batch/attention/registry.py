@@ -7,7 +7,8 @@
 - fa,cuda: flash-attn for extend rows, our own kernel for decode rows; for Hopper
 - fa,fi: flash-attn for extend rows, FlashInfer for decode rows
 - trtllm: FlashInfer's TensorRT-LLM kernels for all rows; for Blackwell, where this project has not run it
-- auto: the first of fa,cuda, fa,fi (both on Hopper) and fi that can run here, else triton; torch on a CPU
+- auto: the first of fa,cuda, fa,fi (both on Hopper) and fi that can run here, else triton; triton too for windows and
+  for heads that the libraries haven't been tried with; torch on a CPU
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _BACKENDS = {
     "trtllm": "minisgl_batch.attention.trtllm:make",
 }
 _WITH_WINDOWS = ("torch", "triton", "fa")
+_HEAD_DIMS_OF_LIBRARIES = (64, 128)  # what the tests run flash-attn and FlashInfer with
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def make_backend(name: str, setup: BackendSetup) -> AttentionBackend:
 
 
 def _best(device: torch.device, shapes: AttnShapes) -> str:
-    if shapes.has_window:
+    if shapes.has_window or shapes.head_dim not in _HEAD_DIMS_OF_LIBRARIES:
         return "triton"
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
     has_flash_attn = is_hopper and installed_generation() in (3, 4)

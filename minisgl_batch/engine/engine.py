@@ -64,7 +64,7 @@ class Engine:
             num_heads=model_config.num_heads // tp.size,
             num_kv_heads=model_config.num_kv_heads_per_rank(tp.size),
             head_dim=model_config.head_dim,
-            scale=model_config.head_dim**-0.5,
+            scale=model_config.attention_scale,
         )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with self._on_stream():

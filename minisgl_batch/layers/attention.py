@@ -23,6 +23,8 @@ class SelfAttention(nn.Module):
         layer: its number in the model, which the backend finds its part of the KV pool by.
         qkv_bias, output_bias: whether the projections have one.
         qk_norm_eps: queries and keys are normalised per head before the rotation; None: they aren't.
+        qk_norm_offset: what is added to these norms' weights.
+        scale: factor on q·k.
         window: a token sees this many tokens back (itself included); None sees all.
         rotary_dim: how many of a head's dimensions the rotary embedding turns.
 
@@ -41,6 +43,8 @@ class SelfAttention(nn.Module):
         qkv_bias: bool,
         output_bias: bool,
         qk_norm_eps: float | None,
+        qk_norm_offset: float,
+        scale: float,
         window: int | None,
         rotary_dim: int,
         tp: TPGroup,
@@ -49,7 +53,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self._layer = layer
-        self._spec = AttnSpec(scale=head_dim**-0.5, window=window)
+        self._spec = AttnSpec(scale=scale, window=window)
         self.qkv_proj = LinearQKVMerged(
             hidden_size,
             num_heads,
@@ -66,8 +70,8 @@ class SelfAttention(nn.Module):
         )
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device)
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device, offset=qk_norm_offset)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device, offset=qk_norm_offset)
 
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor, ctx: ForwardContext, keep: torch.Tensor | None = None

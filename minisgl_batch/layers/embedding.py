@@ -21,15 +21,26 @@ from minisgl_kernels.embedding import embedding
 class VocabParallelEmbedding(Layer):
     """Token ids -> vectors.
 
+    Args:
+        scale: factor on them, rounded to `dtype` first.
+
     Attributes:
         vocab_range: the token ids whose rows this rank holds; its weight's first `len(vocab_range)` rows.
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype, device: torch.device | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self._tp = tp
+        self._scale = float(torch.tensor(scale, dtype=dtype, device="cpu"))
         self._vocab_size = vocab_size
         self.vocab_range, num_rows = _vocab_shard(vocab_size, tp)
         self.weight = _vocab_weight(self.vocab_range, num_rows, hidden_size, dtype, device)
@@ -37,8 +48,10 @@ class VocabParallelEmbedding(Layer):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """(num_tokens,) int32 or int64 -> (num_tokens, hidden_size)."""
         if self._tp.size == 1:
-            return F.embedding(input_ids, self.weight)
-        return self._tp.all_reduce(embedding(input_ids, self.weight, self.vocab_range))
+            rows = F.embedding(input_ids, self.weight)
+        else:
+            rows = self._tp.all_reduce(embedding(input_ids, self.weight, self.vocab_range))
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def parts(self) -> Iterator[Part]:
         yield _vocab_part(self.weight, self.vocab_range, self._vocab_size)

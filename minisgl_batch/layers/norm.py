@@ -19,12 +19,25 @@ class RMSNorm(Layer):
     """
 
     def __init__(
-        self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | None = None, tp: TPGroup = SINGLE
+        self,
+        size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        tp: TPGroup = SINGLE,
+        offset: float = 0.0,
     ) -> None:
-        """`tp`: the ranks whose shares of the last block's output are summed first."""
+        """
+        Args:
+            tp: the ranks whose shares of the last block's output are summed first.
+            offset: the checkpoint's weight is so much less than the one that is multiplied with, which is in float32
+                then, as in the models' reference code.
+        """
         super().__init__()
         self._tp = tp
-        self.weight = new_parameter((size,), dtype, device)
+        self._offset = offset
+        self.weight = new_parameter((size,), torch.float32 if offset else dtype, device)
         self.eps = eps
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,3 +57,7 @@ class RMSNorm(Layer):
 
     def parts(self) -> Iterator[Part]:
         yield Part("weight", self.weight, tuple(self.weight.shape))
+
+    def finish(self) -> None:
+        if self._offset:
+            self.weight.add_(self._offset)

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from minisgl_batch.layers.rope_config import RopeConfig
 from minisgl_batch.layers.sharding import check_tp_size
 from minisgl_batch.models.config_file import ConfigFile
+from minisgl_batch.models.gemma import gemma3_layer_types, read_gemma3
 from minisgl_batch.models.moe_config import MoEConfig, no_experts, qwen_moe, read_mixtral
-from minisgl_batch.models.rope import read_rope
+from minisgl_batch.models.rope import read_local_rope, read_rope
 
+Activation = Literal["silu", "gelu"]
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -31,6 +34,12 @@ class ModelConfig:
         attention_output_bias: so has the output projection.
         qk_norm: queries and keys are normalised per head.
         sliding_window: per layer, how many tokens back a token sees (itself included); None sees all.
+        rope: of all layers, or of those without a window where `local_rope` is that of the others.
+        activation: of MLPs; "gelu" is the approximation by tanh.
+        attention_scale: factor on q·k.
+        embedding_scale: factor on embedded tokens.
+        norm_offset: what is added to norms' weights.
+        has_post_norms: what attention and MLP give is normalised too, before it is added.
         moe: None: all MLPs are dense.
         dtype: what the checkpoint was saved in: "float32", "bfloat16" or "float16".
         max_len: no sequence is longer, in tokens; None: nothing is known but the context.
@@ -53,6 +62,12 @@ class ModelConfig:
     qk_norm: bool
     sliding_window: tuple[int | None, ...]
     rope: RopeConfig
+    local_rope: RopeConfig | None = None
+    activation: Activation = "silu"
+    attention_scale: float
+    embedding_scale: float = 1.0
+    norm_offset: float = 0.0
+    has_post_norms: bool = False
     moe: MoEConfig | None = None
     dtype: str
     max_len: int | None = None
@@ -65,7 +80,7 @@ class ModelConfig:
         # The common recipes for longer contexts add the scaling without raising max_position_embeddings.
         if self.rope.type == "yarn":
             return max(self.max_position_embeddings, round(self.rope.original_context_len * self.rope.factor))
-        if self.rope.type == "linear":
+        if self.rope.type == "linear" and self.local_rope is None:  # Gemma's configs do raise it
             return round(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
 
@@ -136,16 +151,27 @@ def load_model_config(path: Path) -> ModelConfig:
         vocab_size=file.count("vocab_size"),
         rms_norm_eps=file.number("rms_norm_eps", family.rms_norm_eps),
         max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=file.flag("tie_word_embeddings", False),
+        tie_word_embeddings=file.flag("tie_word_embeddings", family.tie_word_embeddings),
         attention_bias=family.attention_bias(file),
         attention_output_bias=family.attention_output_bias(file),
         mlp_bias=family.mlp_bias(file),
         qk_norm=family.qk_norm,
         sliding_window=family.sliding_window(file, num_layers),
-        rope=read_rope(file, head_dim, max_position_embeddings, family.rope_theta, family.partial_rotary),
+        rope=read_rope(
+            file,
+            head_dim,
+            max_position_embeddings,
+            family.rope_theta,
+            may_be_partial=family.partial_rotary,
+            by_layer_type=family.local_rope_theta is not None,
+        ),
+        local_rope=read_local_rope(file, max_position_embeddings, family.local_rope_theta),
+        activation=family.activation(file),
+        attention_scale=head_dim**-0.5,
         moe=family.moe(file, num_layers),
         dtype=file.choice(file.either("dtype", "torch_dtype"), DTYPES, "float32"),
     )
+    config = family.complete(file, config)
     if config.num_heads % config.num_kv_heads:
         raise file.error(
             "num_key_value_heads", f"{config.num_kv_heads} doesn't divide the {config.num_heads} attention heads"
@@ -153,6 +179,20 @@ def load_model_config(path: Path) -> ModelConfig:
     if config.head_dim % 2:
         raise file.error("head_dim", f"must be even for rotary embeddings, got {config.head_dim}")
     return config
+
+
+def _complete(_file: ConfigFile, config: ModelConfig) -> ModelConfig:
+    return config
+
+
+def _silu(file: ConfigFile) -> Activation:
+    file.choice("hidden_act", ("silu", "swish"), "silu")
+    return "silu"
+
+
+def _gelu(file: ConfigFile) -> Activation:
+    file.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    return "gelu"
 
 
 def _never(_file: ConfigFile) -> bool:
@@ -200,8 +240,15 @@ def _window_by_layer_type(file: ConfigFile, num_layers: int) -> tuple[int | None
     return _layer_types(file, num_layers, window)
 
 
-def _layer_types(file: ConfigFile, num_layers: int, window: int | None) -> tuple[int | None, ...]:
-    layer_types = file.data["layer_types"]
+def _window_by_pattern(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    """Gemma's rule: all layers but every sixth, unless `layer_types` says which."""
+    return _layer_types(file, num_layers, _window(file, 4096), gemma3_layer_types(file, num_layers))
+
+
+def _layer_types(
+    file: ConfigFile, num_layers: int, window: int | None, default: list[str] | None = None
+) -> tuple[int | None, ...]:
+    layer_types = file.data.get("layer_types") or default
     known = ("full_attention", "sliding_attention")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers or any(t not in known for t in layer_types):
         raise file.error("layer_types", f"must be a list of {num_layers} of {' and '.join(known)}")
@@ -220,7 +267,8 @@ def _window(file: ConfigFile, default: int | None) -> int | None:
 class _Family:
     """Where one architecture's configs differ from another's: defaults, and which keys mean something.
 
-    `num_kv_heads` None: as many as query heads. `head_dim` None: hidden size / heads.
+    `num_kv_heads` None: as many as query heads. `head_dim` None: hidden size / heads. `local_rope_theta`: layers with a
+    window have a rotary embedding of their own. `complete` adds what only this architecture has.
     """
 
     max_position_embeddings: int
@@ -232,12 +280,30 @@ class _Family:
     attention_output_bias: Callable[[ConfigFile], bool] = _never
     mlp_bias: Callable[[ConfigFile], bool] = _never
     qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    activation: Callable[[ConfigFile], Activation] = _silu
     sliding_window: Callable[[ConfigFile, int], tuple[int | None, ...]] = _no_window
     partial_rotary: bool = False
+    local_rope_theta: float | None = None
     moe: Callable[[ConfigFile, int], MoEConfig | None] = no_experts
+    complete: Callable[[ConfigFile, ModelConfig], ModelConfig] = _complete
 
 
 _FAMILIES = {
+    "Gemma3ForCausalLM": _Family(
+        max_position_embeddings=131072,
+        rope_theta=1e6,
+        local_rope_theta=1e4,
+        num_kv_heads=4,
+        head_dim=256,
+        attention_bias=_as_configured("attention_bias"),
+        attention_output_bias=_as_configured("attention_bias"),
+        qk_norm=True,
+        tie_word_embeddings=True,
+        activation=_gelu,
+        sliding_window=_window_by_pattern,
+        complete=read_gemma3,
+    ),
     "LlamaForCausalLM": _Family(
         max_position_embeddings=2048,
         attention_bias=_as_configured("attention_bias"),
@@ -326,4 +392,3 @@ def _refuse_unsupported(file: ConfigFile) -> None:
         if file.data.get(key):
             method = file.data[key].get("quant_method") if isinstance(file.data[key], dict) else file.data[key]
             raise file.error(key, f"quantized checkpoints ({method}) aren't supported; use one in {', '.join(DTYPES)}")
-    file.choice("hidden_act", ("silu", "swish"), "silu")

@@ -1,4 +1,4 @@
-"""The pre-norm transformer: Llama, Mistral, Qwen, Phi and mixtures of experts, which only their configs tell apart.
+"""The pre-norm transformer: Llama, Mistral, Qwen, Phi, Gemma and mixtures of experts, told apart by their configs.
 
 Module names follow Hugging Face checkpoints, with q/k/v and gate/up merged. Built by `registry.make_model`.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minisgl_batch.attention.base import ForwardContext
-from minisgl_batch.distributed.group import TPGroup
+from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.layers.attention import SelfAttention
 from minisgl_batch.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl_batch.layers.norm import RMSNorm
@@ -26,30 +26,10 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, tp=tp)
-        self.self_attn = SelfAttention(
-            layer=layer,
-            hidden_size=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.attention_bias,
-            output_bias=config.attention_output_bias,
-            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-            window=config.window(layer),
-            rotary_dim=config.rope.rotary_dim(config.head_dim),
-            tp=tp,
-            dtype=dtype,
-            device=device,
-        )
-        self.post_attention_layernorm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, tp=tp
-        )
-        self.mlp: MLP | SparseMLP = (
-            SparseMLP(config, tp, dtype, device)
-            if config.is_sparse(layer)
-            else MLP(config, config.intermediate_size, tp, dtype, device)
-        )
+        self.input_layernorm = _norm(config, tp, dtype, device)
+        self.self_attn = _attention(config, layer, tp, dtype, device)
+        self.post_attention_layernorm = _norm(config, tp, dtype, device)
+        self.mlp = _mlp(config, layer, tp, dtype, device)
 
     def forward(
         self,
@@ -68,6 +48,76 @@ class DecoderLayer(nn.Module):
         residual = residual if keep is None else residual[keep]
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
+
+
+class PostNormLayer(nn.Module):
+    """A decoder layer with four norms: what attention and MLP give is normalised too, before it is added.
+
+    So it has to be summed over the ranks before that, and nothing is left to sum for the norm that follows.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        super().__init__()
+        self._tp = tp
+        self.input_layernorm = _norm(config, SINGLE, dtype, device)
+        self.self_attn = _attention(config, layer, tp, dtype, device)
+        self.post_attention_layernorm = _norm(config, SINGLE, dtype, device)
+        self.pre_feedforward_layernorm = _norm(config, SINGLE, dtype, device)
+        self.mlp = _mlp(config, layer, tp, dtype, device)
+        self.post_feedforward_layernorm = _norm(config, SINGLE, dtype, device)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rope: torch.Tensor,
+        ctx: ForwardContext,
+        keep: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.forward`, but for `x`, which is the whole output, on each rank."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self._tp.all_reduce(self.self_attn(x, rope, ctx, keep))
+        residual = residual if keep is None else residual[keep]
+        x, residual = self.pre_feedforward_layernorm(self.post_attention_layernorm(x)[0], residual)
+        return self.post_feedforward_layernorm(self._tp.all_reduce(self.mlp(x)))[0], residual
+
+
+def _norm(config: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | None) -> RMSNorm:
+    return RMSNorm(
+        config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, tp=tp, offset=config.norm_offset
+    )
+
+
+def _attention(
+    config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
+) -> SelfAttention:
+    return SelfAttention(
+        layer=layer,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_output_bias,
+        qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        qk_norm_offset=config.norm_offset,
+        scale=config.attention_scale,
+        window=config.window(layer),
+        rotary_dim=config.rope.rotary_dim(config.head_dim),
+        tp=tp,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _mlp(
+    config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
+) -> MLP | SparseMLP:
+    if config.is_sparse(layer):
+        return SparseMLP(config, tp, dtype, device)
+    return MLP(config, config.intermediate_size, tp, dtype, device)
 
 
 class DenseModel(CausalLM):
@@ -90,13 +140,17 @@ class DenseModel(CausalLM):
         config.check_tp_size(tp.size)
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device
+            config.vocab_size, config.hidden_size, tp=tp, dtype=dtype, device=device, scale=config.embedding_scale
         )
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.context_len, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, tp, dtype, device) for layer in range(config.num_layers)
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        self.rotary_embs = nn.ModuleList(
+            RotaryEmbedding(rope, config.head_dim, config.context_len, dtype=dtype, device=device) for rope in ropes
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, tp=tp)
+        has_local_rope = [window is not None and config.local_rope is not None for window in config.sliding_window]
+        self._rope_of_layer = [int(is_local) for is_local in has_local_rope]
+        layer_class = PostNormLayer if config.has_post_norms else DecoderLayer
+        self.layers = nn.ModuleList(layer_class(config, layer, tp, dtype, device) for layer in range(config.num_layers))
+        self.norm = _norm(config, SINGLE if config.has_post_norms else tp, dtype, device)
         self.lm_head = LMHead(
             config.vocab_size,
             config.hidden_size,
@@ -108,12 +162,12 @@ class DenseModel(CausalLM):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         x = self.embed_tokens(input_ids)
-        rope = self.rotary_emb(positions)
+        ropes = [rotary_emb(positions) for rotary_emb in self.rotary_embs]
         residual = None
-        for layer in self.layers[:-1]:
-            x, residual = layer(x, residual, rope, ctx)
+        for layer, rope in zip(self.layers[:-1], self._rope_of_layer, strict=False):
+            x, residual = layer(x, residual, ropes[rope], ctx)
         # Behind the last layer's attention nothing is needed of tokens that give no logits.
-        x, residual = self.layers[-1](x, residual, rope, ctx, keep=ctx.batch.sample_tokens)
+        x, residual = self.layers[-1](x, residual, ropes[self._rope_of_layer[-1]], ctx, keep=ctx.batch.sample_tokens)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 

@@ -9,16 +9,17 @@ from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.layers.linear import LinearColParallelMerged, LinearReplicated, LinearRowParallel
 from minisgl_batch.layers.moe import FusedMoE
 from minisgl_batch.models.config import ModelConfig
-from minisgl_kernels.silu_and_mul import silu_and_mul
+from minisgl_kernels.silu_and_mul import gelu_and_mul, silu_and_mul
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), `width` wide in between."""
+    """down(activation(gate(x)) * up(x)), `width` wide in between."""
 
     def __init__(
         self, config: ModelConfig, width: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         super().__init__()
+        self._is_gelu = config.activation == "gelu"
         self.gate_up_proj = LinearColParallelMerged(
             config.hidden_size,
             {"gate_proj": width, "up_proj": width},
@@ -33,7 +34,8 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(num_tokens, hidden_size) -> this rank's share of the same shape."""
-        out: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        activate = gelu_and_mul if self._is_gelu else silu_and_mul
+        out: torch.Tensor = self.down_proj(activate(self.gate_up_proj(x)))
         return out
 
 

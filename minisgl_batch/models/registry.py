@@ -18,6 +18,7 @@ _DENSE = "minisgl_batch.models.dense:DenseModel"
 
 # Architecture, as in the first entry of config.json's `architectures` -> module:class.
 _MODELS = {
+    "Gemma3ForCausalLM": _DENSE,
     "LlamaForCausalLM": _DENSE,
     "MinistralForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,

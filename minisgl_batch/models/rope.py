@@ -16,21 +16,31 @@ from minisgl_batch.models.config_file import ConfigFile
 
 
 def read_rope(
-    file: ConfigFile, head_dim: int, max_position_embeddings: int, default_theta: float, may_be_partial: bool
+    file: ConfigFile,
+    head_dim: int,
+    max_position_embeddings: int,
+    default_theta: float,
+    *,
+    may_be_partial: bool = False,
+    by_layer_type: bool = False,
 ) -> RopeConfig:
     """From `rope_parameters` (5.x), or from `rope_theta` and `rope_scaling` (4.5x).
 
     Args:
         may_be_partial: whether the architecture can rotate a part of each head.
+        by_layer_type: whether it has other parameters for layers with a window; see `read_local_rope`.
 
     Raises:
         ModelError: the type isn't supported, or lacks a parameter; names the file and the key.
     """
     params = file.child("rope_scaling") or file.child("rope_parameters")
+    if by_layer_type and params is not None:
+        params = params.child("full_attention") or params
     fraction = _fraction(params or file, _fraction(file, 1.0, head_dim, may_be_partial), head_dim, may_be_partial)
+    default_theta = _theta(file, default_theta)
     if params is None:
-        return RopeConfig(theta=_theta(file, default_theta), fraction=fraction)
-    rope = _read(params, max_position_embeddings, file, default_theta)
+        return RopeConfig(theta=default_theta, fraction=fraction)
+    rope = _read(params, file, max_position_embeddings, default_theta)
     if rope.type == "longrope":
         num_wavelengths = int(head_dim * fraction) // 2
         for key, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
@@ -39,11 +49,24 @@ def read_rope(
     return replace(rope, fraction=fraction)
 
 
-def _read(params: ConfigFile, max_position_embeddings: int, file: ConfigFile, default_theta: float) -> RopeConfig:
+def read_local_rope(file: ConfigFile, max_position_embeddings: int, default_theta: float | None) -> RopeConfig | None:
+    """Of layers with a window: from `rope_parameters.sliding_attention` (5.x) or `rope_local_base_freq` (4.5x).
+
+    None where there is no default: all layers have the same.
+    """
+    if default_theta is None:
+        return None
+    params = file.child("rope_parameters")
+    params = None if params is None else params.child("sliding_attention")
+    theta = _theta(file, default_theta, "rope_local_base_freq")
+    return RopeConfig(theta=theta) if params is None else _read(params, file, max_position_embeddings, theta)
+
+
+def _read(params: ConfigFile, file: ConfigFile, max_position_embeddings: int, default_theta: float) -> RopeConfig:
     for key, value in params.data.items():
         if isinstance(value, dict):
             raise params.error(key, "rotary parameters per layer type aren't supported")
-    theta = _theta(params, _theta(file, default_theta))
+    theta = _theta(params, default_theta)
     rope_type = _type(params)
     if rope_type == "default":
         return RopeConfig(theta=theta)
@@ -120,10 +143,10 @@ def _factor(params: ConfigFile, default: float | None = None) -> float:
     return factor
 
 
-def _theta(params: ConfigFile, default: float) -> float:
-    theta = params.number("rope_theta", default)
+def _theta(params: ConfigFile, default: float, key: str = "rope_theta") -> float:
+    theta = params.number(key, default)
     if theta <= 1.0:
-        raise params.error("rope_theta", f"must be greater than 1, got {theta:g}")
+        raise params.error(key, f"must be greater than 1, got {theta:g}")
     return theta
 
 

@@ -24,7 +24,7 @@ from minisgl_kernels.norm_rope_store import norm_rope_store
 from minisgl_kernels.paged_attention import PagedRows, paged_attention
 from minisgl_kernels.sample_filtered import sample_filtered
 from minisgl_kernels.sample_gumbel import sample_gumbel
-from minisgl_kernels.silu_and_mul import silu_and_mul
+from minisgl_kernels.silu_and_mul import gelu_and_mul, silu_and_mul
 from tests.kernels.sampling import random_rows
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -63,7 +63,9 @@ def run_all(dtype: torch.dtype) -> None:
         return torch.ones(shape, dtype=torch.int32)
 
     add_rms_norm(values(4, 1024), values(4, 1024), values(1024), 1e-6)
+    add_rms_norm(values(4, 1024), None, torch.zeros(1024), 1e-6)
     silu_and_mul(values(4, 2048))
+    gelu_and_mul(values(4, 2048))
     embedding(numbers(4), values(100, 1024), range(50, 150))
     merge_states(
         values(4, 16, 128),
@@ -75,6 +77,8 @@ def run_all(dtype: torch.dtype) -> None:
     )
     pool = values(2, 9, 16, 8, 128)
     norm_rope_store(values(4, 32 * 128), (values(128), values(128)), 1e-6, values(4, 2, 128), numbers(4), *pool)
+    wide_pool, wide_norms = values(2, 9, 16, 4, 256), (torch.zeros(256), torch.zeros(256))
+    norm_rope_store(values(4, 16 * 256), wide_norms, 1e-6, values(4, 2, 256), numbers(4), *wide_pool)
     inputs, lists = DecodeInputs(*numbers(3, 4)), PageLists(numbers(5), numbers(4), numbers(9), numbers(4))
     decode_inputs(numbers(4), numbers(4), numbers(4), numbers(5, 8), numbers(5, 99), 16, inputs, lists)
     rows = random_rows(4, torch.device("cpu"))
@@ -91,6 +95,7 @@ def run_all(dtype: torch.dtype) -> None:
         paged_attention(values(num_rows, 40, 128), *pool, paged, 0.1, window)
         paged = paged._replace(q_starts=numbers(num_rows + 1), max_q_len=300)
         paged_attention(values(300, 40, 128), *pool, paged, 0.1, window)
+        paged_attention(values(300, 8, 256), *wide_pool, paged, 0.1, window)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from minisgl_kernels import cuda, reference
 from minisgl_kernels.add_rms_norm import add_rms_norm
 from minisgl_kernels.embedding import embedding
 from minisgl_kernels.norm_rope_store import norm_rope_store
-from minisgl_kernels.silu_and_mul import silu_and_mul
+from minisgl_kernels.silu_and_mul import gelu_and_mul, silu_and_mul
 from tests.kernels.devices import interpreter
 from tests.kernels.emulation import emulate
 from tests.kernels.errors import DTYPES, assert_close
 
+Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 in_all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -65,6 +67,21 @@ def test_add_rms_norm(device: torch.device, dtype: torch.dtype, has_residual: bo
         assert_close(normed, exact, twin)
 
 
+def test_norms_take_float32_weights(device: torch.device) -> None:
+    x = randn(5, 64, dtype=torch.bfloat16, device=device)
+    weight = 1.0 + 0.01 * torch.randn(2, 64, device=device)
+    twin, _ = reference.add_rms_norm(x, None, weight[0], 1e-6)
+    exact, _ = reference.add_rms_norm(x.float(), None, weight[0], 1e-6)
+    assert_close(add_rms_norm(x, None, weight[0], 1e-6)[0], exact, twin)
+
+    qkv, rope = randn(5, 8 * 64, dtype=torch.bfloat16, device=device), rope_rows(5, 64, torch.bfloat16, device)
+    pools = torch.zeros(3, 2, 5, 1, 2, 64, dtype=torch.bfloat16, device=device)
+    norms, out_loc = (weight[0], weight[1]), torch.arange(5, dtype=torch.int32, device=device)
+    exact = reference.norm_rope_store(qkv.float(), norms, 1e-6, rope.float(), out_loc, *pools[0].float())
+    twin = reference.norm_rope_store(qkv, norms, 1e-6, rope, out_loc, *pools[1])
+    assert_close(norm_rope_store(qkv, norms, 1e-6, rope, out_loc, *pools[2]), exact, twin)
+
+
 def test_add_rms_norm_reads_strided_rows(device: torch.device) -> None:
     x = torch.randn(6, 40, device=device)[:, :24]
     weight = torch.randn(24, device=device)
@@ -73,13 +90,15 @@ def test_add_rms_norm_reads_strided_rows(device: torch.device) -> None:
 
 
 @in_all_dtypes
-def test_silu_and_mul(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("activate", "twin"), [(silu_and_mul, reference.silu_and_mul), (gelu_and_mul, reference.gelu_and_mul)]
+)
+def test_gated_activations(device: torch.device, dtype: torch.dtype, activate: Activation, twin: Activation) -> None:
     for width in (3072, 17408, 1000) if device.type == "cuda" else (random.randrange(2, 40), 1504):
         num_tokens = random.choice((1, 256, 5000)) if device.type == "cuda" else random.randrange(1, 4)
         gate_up = randn(num_tokens, 2 * width, dtype=dtype, device=device, scale=4.0)
         gate_up[0, 0] = -1e4  # where exp(-gate) overflows
-        exact = reference.silu_and_mul(gate_up.float())
-        assert_close(silu_and_mul(gate_up), exact, reference.silu_and_mul(gate_up))
+        assert_close(activate(gate_up), twin(gate_up.float()), twin(gate_up))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

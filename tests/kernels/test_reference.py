@@ -9,6 +9,7 @@ import torch
 
 from minisgl_kernels.reference import (
     filter_logits,
+    gelu_and_mul,
     gumbel_noise,
     noise_keys,
     rms_norm,
@@ -31,6 +32,12 @@ def test_rms_norm_rounds_before_it_scales(dtype: torch.dtype) -> None:
 def test_silu_and_mul_is_its_definition() -> None:
     gate, up = torch.randn(2, 6, 10)
     torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), -1)), gate / (1 + (-gate).exp()) * up)
+
+
+def test_gelu_and_mul_is_its_definition() -> None:
+    gate, up = torch.randn(2, 5, 9).unbind(0)
+    gelu = 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    torch.testing.assert_close(gelu_and_mul(torch.cat((gate, up), -1)), gelu * up)
 
 
 def test_store_kv_writes_each_token_to_its_page() -> None:

@@ -1,10 +1,11 @@
-// silu(gate) * up, one thread per eight outputs. Called through `silu_and_mul.py`, which describes the arguments.
+// silu(gate) * up or gelu(gate) * up, one thread per eight outputs. Called through `silu_and_mul.py`, which describes the
+// arguments.
 
 #include "common.cuh"
 
 namespace minisgl {
 
-template <typename T>
+template <typename T, bool kGelu>
 __global__ void silu_and_mul_kernel(const T* gate_up, T* out, int width, int num_blocks) {
   const int64_t row = blockIdx.x / num_blocks;
   const int column = (blockIdx.x % num_blocks * blockDim.x + threadIdx.x) * kVector;
@@ -16,7 +17,11 @@ __global__ void silu_and_mul_kernel(const T* gate_up, T* out, int width, int num
   gate.widen_to(x);
   up.widen_to(y);
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) x[i] = __fdividef(x[i], 1.0f + __expf(-x[i]));
+  for (int i = 0; i < kVector; ++i) {
+    // 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 * y)), with y = sqrt(2 / pi) * (x + 0.044715 * x^3).
+    const float exponent = kGelu ? x[i] * (1.5957691f + 0.07135481f * x[i] * x[i]) : x[i];
+    x[i] = __fdividef(x[i], 1.0f + __expf(-exponent));
+  }
   Vector<T>::round(x).widen_to(x);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) x[i] *= y[i];
@@ -24,14 +29,14 @@ __global__ void silu_and_mul_kernel(const T* gate_up, T* out, int width, int num
 }
 
 #ifndef MINISGL_EMULATE
-void silu_and_mul(TensorView gate_up, TensorView out) {
+void silu_and_mul(TensorView gate_up, TensorView out, bool gelu) {
   constexpr int kThreads = 128;
   const int num_tokens = out.size(0), width = out.size(1);
   const int num_blocks = (width / kVector + kThreads - 1) / kThreads;
   with_type(out, [&](auto element) {
     using T = decltype(element);
-    launch(silu_and_mul_kernel<T>, num_tokens * num_blocks, kThreads, out.device(), data<T>(gate_up), data<T>(out),
-           width, num_blocks);
+    const auto kernel = gelu ? silu_and_mul_kernel<T, true> : silu_and_mul_kernel<T, false>;
+    launch(kernel, num_tokens * num_blocks, kThreads, out.device(), data<T>(gate_up), data<T>(out), width, num_blocks);
   });
 }
 

@@ -22,10 +22,11 @@ extern "C" void emulate_add_rms_norm(const T* x, Sizes x_sizes, T* residual, Siz
   emulate::launch(kernel, x_sizes[0], threads, 0, x, residual, weight, normed, x_sizes[kStrides], size, eps);
 }
 
-extern "C" void emulate_silu_and_mul(const T* gate_up, Sizes, T* out, Sizes sizes) {
+extern "C" void emulate_silu_and_mul(const T* gate_up, Sizes, T* out, Sizes sizes, bool gelu) {
   constexpr int kThreads = 32;
   const int width = sizes[1], num_blocks = (width / kVector + kThreads - 1) / kThreads;
-  emulate::launch(silu_and_mul_kernel<T>, sizes[0] * num_blocks, kThreads, 0, gate_up, out, width, num_blocks);
+  const auto kernel = gelu ? silu_and_mul_kernel<T, true> : silu_and_mul_kernel<T, false>;
+  emulate::launch(kernel, sizes[0] * num_blocks, kThreads, 0, gate_up, out, width, num_blocks);
 }
 
 template <int kHeadDim>

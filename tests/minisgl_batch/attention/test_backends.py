@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from minisgl_batch.attention import registry
 from minisgl_batch.attention.base import AttnHeads, GraphBackend
 from minisgl_batch.attention.registry import AttnShapes, resolve_backend
 from minisgl_batch.batch import ForwardBatch
@@ -119,6 +121,32 @@ def test_graph_follows_rows_and_groups(name: str, group: int, shared: bool) -> N
 def test_backend_that_cannot_run_here_is_named(name: str) -> None:
     with pytest.raises(InvalidParameterError, match=name):
         resolve_backend(name, torch.device("cpu"), SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "name"),
+    [
+        ({}, None, "fa,cuda"),
+        ({"head_dim": 64}, None, "fa,cuda"),
+        ({"head_dim": 96}, None, "triton"),
+        ({"head_dim": 256}, None, "triton"),
+        ({"has_window": True}, None, "triton"),
+        ({"has_window": True, "head_dim": 256}, None, "triton"),
+        ({}, "nvcc", "fa,fi"),
+        ({}, "flash-attn", "fi"),
+        ({"head_dim": 256}, "flash-attn", "triton"),
+        ({}, "FlashInfer and nvcc", "triton"),
+    ],
+)
+def test_auto_chooses_what_can_run_the_model(
+    changes: dict[str, Any], missing: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = missing or ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(registry, "installed_generation", lambda: None if "flash-attn" in missing else 4)
+    monkeypatch.setattr(registry, "find_spec", lambda _: None if "FlashInfer" in missing else object())
+    monkeypatch.setattr(registry, "can_run", lambda *_: "nvcc" not in missing)
+    assert resolve_backend("auto", torch.device("cuda"), replace(SHAPES, **changes)) == name
 
 
 def test_windows_are_refused_where_they_are_not_served() -> None:

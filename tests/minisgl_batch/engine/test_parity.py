@@ -90,6 +90,22 @@ def test_ragged_batch_cold_and_warm(models: Callable[[str], Model], family: str,
     )
 
 
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("gemma3", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+        ("ministral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+        ("phi3", {}),
+    ],
+)
+def test_windows_shorter_than_prompts(family: str, given: dict[str, Any], tmp_path: Path) -> None:
+    reference = random_model(family, num_hidden_layers=3, sliding_window=9, max_position_embeddings=256, **given)
+    served = Served(save(reference, tmp_path), page_size=4, max_prefill_tokens=16, max_running=5)
+    prompts = ragged_prompts(reference, 4)
+    check(served, reference, prompts)
+    check(served, reference, prompts)
+
+
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 def test_hundred_identical_prompts_at_once(models: Callable[[str], Model], cache: str) -> None:
     reference, folder = models("qwen3")

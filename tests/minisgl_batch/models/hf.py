@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
@@ -30,6 +32,7 @@ from transformers import (
 )
 
 FAMILIES: dict[str, tuple[type, type]] = {
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "ministral": (MinistralConfig, MinistralForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -63,7 +66,7 @@ def random_model(family: str, **given: Any) -> PreTrainedModel:
         "pad_token_id": None,  # else an embedding of it must be there
         "experts_implementation": "eager",  # the others want aligned sizes
     }
-    if family in ("ministral", "qwen3", "qwen3_moe"):
+    if family in ("gemma3", "ministral", "qwen3", "qwen3_moe"):
         sizes["head_dim"] = 2 * random.randrange(2, 9)
     if family in MOE_FAMILIES:
         sizes["num_experts"] = num_experts = random.randrange(2, 9)

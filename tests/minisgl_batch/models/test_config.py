@@ -56,6 +56,7 @@ def test_what_is_missing_has_the_defaults_of_transformers(tmp_path: Path) -> Non
         qk_norm=False,
         sliding_window=(None,) * 4,
         rope=RopeConfig(theta=10000.0),
+        attention_scale=8**-0.5,
         dtype="float32",
     )
 
@@ -154,6 +155,19 @@ def test_rotary_parameters_in_both_spellings(
     assert old.dtype == "bfloat16"
 
 
+def test_gemma_has_a_rope_for_either_type_of_layer_in_both_spellings(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = parse_as(tmp_path, "Gemma3", rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling=linear)
+    nested = {"full_attention": linear | {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}
+    new = parse_as(tmp_path, "Gemma3", rope_parameters=nested)
+    assert old == new
+    assert old.rope == RopeConfig(theta=5e5, type="linear", factor=8.0)
+    assert old.local_rope == RopeConfig(theta=2e4)
+    assert old.context_len == 131072  # with the factor in it
+    plain = parse_as(tmp_path, "Gemma3")
+    assert (plain.rope, plain.local_rope) == (RopeConfig(theta=1e6), RopeConfig(theta=1e4))
+
+
 def test_yarn_and_linear_scaling_lengthen_the_context(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert parse(tmp_path, rope_scaling=yarn, max_position_embeddings=512).context_len == 2048
@@ -175,6 +189,9 @@ def test_yarn_and_linear_scaling_lengthen_the_context(tmp_path: Path) -> None:
         ("Ministral", {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}, (9, None) * 2),
         ("Ministral", {"sliding_window": None, "layer_types": ["full_attention"] * 4}, (None,) * 4),
         ("Llama", {"sliding_window": 9}, (None,) * 4),
+        ("Gemma3", {}, (4096,) * 4),
+        ("Gemma3", {"sliding_window": 9, "sliding_window_pattern": 2}, (9, None) * 2),
+        ("Gemma3", {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"] * 2}, (None, 9) * 2),
         ("Phi3", {}, (None,) * 4),
         ("Phi3", {"sliding_window": 9}, (9,) * 4),
         ("Qwen2", {"sliding_window": 9}, (None,) * 4),
@@ -212,10 +229,11 @@ def test_explicit_nulls_mean_as_many_kv_heads_as_heads(tmp_path: Path) -> None:
     assert (config.num_kv_heads, config.head_dim) == (8, 8)
 
 
+GEMMA = {"architectures": ["Gemma3ForCausalLM"]}
 PHI = {"architectures": ["Phi3ForCausalLM"]}
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": ({"architectures": ["GPT2LMHeadModel"]}, r"architectures: 'GPT2LMHeadModel'.*Qwen3For"),
-    "no architecture": ({"architectures": None}, r"architectures: must be a list.*supported are LlamaForCausalLM"),
+    "no architecture": ({"architectures": None}, r"architectures: must be a list.*supported are Gemma3ForCausalLM"),
     "quantized": ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config: .*awq.*bfloat16"),
     "float8": ({"torch_dtype": "float8_e4m3fn"}, r"torch_dtype: 'float8_e4m3fn'.*supported are float32"),
     "dynamic rope": ({"rope_scaling": {"type": "dynamic", "factor": 2}}, r"rope_scaling\.type: 'dynamic'.*yarn"),
@@ -252,6 +270,12 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "other activation": ({"hidden_act": "gelu"}, r"hidden_act: 'gelu'.*silu"),
     "kv heads": ({"num_key_value_heads": 3}, r"num_key_value_heads: 3 doesn't divide the 8"),
     "odd head_dim": ({"head_dim": 7}, r"head_dim: must be even"),
+    "gemma's softcap": (GEMMA | {"final_logit_softcapping": 30.0}, r"final_logit_softcapping: softcapping isn't"),
+    "gemma's encoder": (GEMMA | {"use_bidirectional_attention": True}, r"use_bidirectional_attention: .*see later"),
+    "gemma's activation": (GEMMA | {"hidden_activation": "relu"}, r"hidden_activation: 'relu'.*gelu_pytorch_tanh"),
+    "gemma's scalar": (GEMMA | {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar: must be greater than 0"),
+    "gemma's local theta": (GEMMA | {"rope_local_base_freq": 1}, r"rope_local_base_freq: must be greater than 1"),
+    "gemma without a window": (GEMMA | {"sliding_window": None}, r"layer_types: names sliding_attention, but"),
     "text for a number": ({"hidden_size": "64"}, r"hidden_size: must be a whole number.*'64'"),
     "text for a flag": ({"tie_word_embeddings": "no"}, r"tie_word_embeddings: must be true or false"),
     "list for rope": ({"rope_scaling": [1]}, r"rope_scaling: must be an object"),

@@ -30,9 +30,19 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+GEMMA = {
+    "num_hidden_layers": 3,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 20,
+}
 PARTIAL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "partial_rotary_factor": 0.75}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", {}),
+    "gemma3, windows and global layers": ("gemma3", GEMMA),
+    "gemma3, untied and biased": ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma3, linear rope": ("gemma3", GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, untied": ("llama", {"tie_word_embeddings": False}),
@@ -103,9 +113,10 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_bfloat16_follows_the_rounding_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_bfloat16_follows_the_rounding_of_transformers(family: str, tmp_path: Path) -> None:
     """Not equal, as sums round differently, but as near to the exact logits as transformers comes."""
-    exact = random_model("qwen3", hidden_size=48)
+    exact = random_model(family, hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
     sequences = random_sequences(exact.config.vocab_size, [30, 17])
     save(exact.bfloat16(), tmp_path)  # rounds the weights, and computes in bfloat16
     rounded = hf_logits(exact, sequences)
@@ -139,10 +150,11 @@ class Passing(AttentionBackend):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_step_depends_on_no_values(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_a_step_depends_on_no_values(family: str, size: int, tmp_path: Path) -> None:
     """A CUDA graph can hold it: on the meta device, which has no values, reading one back or a shape from one fails."""
     reference = random_model(
-        "qwen3", num_attention_heads=4, num_key_value_heads=2, vocab_size=99, intermediate_size=32, hidden_size=40
+        family, num_attention_heads=4, num_key_value_heads=2, vocab_size=99, intermediate_size=32, hidden_size=40
     )
     config = load_model_config(save(reference, tmp_path))
     model = make_model(config, lone_rank(size - 1, size), torch.bfloat16, torch.device("meta"))

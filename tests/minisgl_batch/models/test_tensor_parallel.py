@@ -24,6 +24,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "untied, odd vocabulary": ("mistral", {"vocab_size": 8191, "tie_word_embeddings": False}),
     "biases on both sides": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "a KV head per rank": ("qwen2", {"num_key_value_heads": 4}),
+    "summed before the norms": (
+        "gemma3",
+        {"num_hidden_layers": 2, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "merged in the checkpoint, a part of each head rotated": ("phi3", {"partial_rotary_factor": 0.75}),
     "a rank without tokens": ("llama", {"vocab_size": 9}),
     "experts": ("qwen3_moe", {"moe_intermediate_size": 12, "mlp_only_layers": [0], "norm_topk_prob": True}),
