@@ -34,12 +34,31 @@ def model_path(model: str, *, weights: bool = True) -> Path:
         raise ModelNotFoundError(f'there is no model {model!r}; did you mean "{DEMO_MODEL}"?')
     folder = Path(model).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"{folder} holds no config.json: give a model folder in Hugging Face format")
-        return folder
+        return _with_config(folder)
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         raise ModelNotFoundError(f"no model folder at {folder}")
-    return _download(model, _TEXT_FILES + _WEIGHT_FILES if weights else _TEXT_FILES)
+    return _with_config(_download(model, _TEXT_FILES + _WEIGHT_FILES if weights else _TEXT_FILES))
+
+
+def refuse_adapter(folder: Path) -> None:
+    """
+    Raises:
+        ModelError: the folder holds a LoRA adapter; says what to do.
+    """
+    config = folder / "adapter_config.json"
+    if config.is_file():
+        raise ModelError(
+            f"{config}: LoRA adapters aren't supported: merge the adapter into the model that it was made for "
+            "(base_model_name_or_path) with peft's merge_and_unload, save that and its tokenizer with save_pretrained, "
+            "and give the new folder"
+        )
+
+
+def _with_config(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        refuse_adapter(folder)
+        raise ModelError(f"{folder} holds no config.json: give a model folder in Hugging Face format")
+    return folder
 
 
 def _download(model: str, patterns: list[str]) -> Path:

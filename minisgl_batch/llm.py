@@ -30,6 +30,7 @@ from minisgl_batch.messages import (
     RequestsRefused,
     StepOutput,
 )
+from minisgl_batch.models.config import load_model_config
 from minisgl_batch.prompts import Prompts, as_chats, as_prompts
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
 from minisgl_batch.scheduler.local import LocalEngine
@@ -160,6 +161,7 @@ class LLM:
             dummy_weights=dummy_weights,
             device=device,
         )
+        load_model_config(model_path(model, weights=False))  # refused before its weights are downloaded
         self.tokenizer = ModelTokenizer.load(model_path(model))
         self._engine = LocalEngine(self.config)
         self._end = weakref.finalize(self, self._engine.close)

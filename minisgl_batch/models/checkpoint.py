@@ -17,10 +17,15 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from minisgl_batch.errors import ModelError
+from minisgl_batch.hub import refuse_adapter
 from minisgl_batch.layers.base import Part
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+_WHAT_TO_DO = (
+    "convert them to safetensors, such as by loading the model with transformers and saving it with save_pretrained"
+)
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -88,17 +93,18 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
         return sorted(set(indexed.values())), indexed
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE], {}
+    refuse_adapter(folder)
     # Mistral's repositories hold the same weights twice, under Mistral's own names in consolidated*.safetensors.
     files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("consolidated"))
     if files:
         return files, {}
-    old = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
-    if old:
-        raise ModelError(
-            f"{folder} holds weights as {old[0].name} only: convert them to safetensors, such as by loading the model"
-            " with transformers and saving it with save_pretrained"
-        )
-    raise ModelError(f"{folder} holds no *.safetensors files")
+    others = sorted(file for pattern in _OTHER_FORMATS for file in folder.glob(pattern))
+    if others:
+        raise ModelError(f"{folder} holds weights as {others[0].name} only: {_WHAT_TO_DO}")
+    # Nothing else is downloaded from the hub, where this may be the case as well.
+    raise ModelError(
+        f"{folder} holds no *.safetensors files; if the model has weights in another format, {_WHAT_TO_DO}"
+    )
 
 
 def _read_index(path: Path) -> dict[str, Path]:

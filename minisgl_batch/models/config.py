@@ -16,6 +16,7 @@ from minisgl_batch.layers.sharding import check_tp_size
 from minisgl_batch.models.config_file import ConfigFile
 from minisgl_batch.models.gemma import gemma3_layer_types, read_gemma3
 from minisgl_batch.models.moe_config import MoEConfig, no_experts, qwen_moe, read_mixtral
+from minisgl_batch.models.refusals import refuse_unsupported, why_not
 from minisgl_batch.models.rope import read_local_rope, read_rope
 
 Activation = Literal["silu", "gelu"]
@@ -133,8 +134,8 @@ def load_model_config(path: Path) -> ModelConfig:
             file, the key and what is supported.
     """
     file = ConfigFile.read(path / "config.json")
+    refuse_unsupported(file)
     architecture, family = _family(file)
-    _refuse_unsupported(file)
     num_layers = file.count("num_hidden_layers")
     num_heads = file.count("num_attention_heads")
     hidden_size = file.count("hidden_size")
@@ -375,20 +376,15 @@ def _family(file: ConfigFile) -> tuple[str, _Family]:
     architectures = file.data.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise file.error("architectures", f"must be a list with the model's class name; {supported}")
-    family = _FAMILIES.get(architectures[0])
+    family = _FAMILIES.get(str(architectures[0]))
     if family is None:
-        raise file.error("architectures", f"{architectures[0]!r} isn't supported; {supported}")
-    return architectures[0], family
+        raise file.error(
+            "architectures", f"{architectures[0]!r} isn't supported{why_not(str(architectures[0]))}; {supported}"
+        )
+    return str(architectures[0]), family
 
 
 def _num_kv_heads(file: ConfigFile, family: _Family, num_heads: int) -> int:
     if "num_key_value_heads" in file.data and file.data["num_key_value_heads"] is None:
         return num_heads
     return file.count("num_key_value_heads", family.num_kv_heads or num_heads)
-
-
-def _refuse_unsupported(file: ConfigFile) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if file.data.get(key):
-            method = file.data[key].get("quant_method") if isinstance(file.data[key], dict) else file.data[key]
-            raise file.error(key, f"quantized checkpoints ({method}) aren't supported; use one in {', '.join(DTYPES)}")

@@ -71,15 +71,14 @@ def run_worker(
 
     Raises:
         WorkerError: the group couldn't start, or died too often.
-        ModelError: there is no such model.
+        ModelError: there is no such model, or it can't be run.
         InvalidParameterError: an allowed root is no folder or URL, or the model can't be split over so many ranks.
         RedisUnavailableError: there is no such Redis.
     """
-    # A wrong name, size or URL shows here, before any process starts.
+    # A wrong name, model, size or URL shows here, before weights are downloaded and any process starts.
     AllowedRoots(options.allow_roots)
-    path = model_path(options.engine.model)
-    if options.engine.tp > 1:
-        load_model_config(path).check_tp_size(options.engine.tp)
+    load_model_config(model_path(options.engine.model, weights=False)).check_tp_size(options.engine.tp)
+    model_path(options.engine.model)  # so that the processes find the weights
     if options.node is None or options.node.rank == 0:
         connect(options.redis_url).close()
 
