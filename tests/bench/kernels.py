@@ -56,9 +56,10 @@ def measure(kernel: str, num_bytes: int, make: Callable[[], Call], **shape: Any)
     """`make` gives a call over inputs of its own."""
     calls = [make() for _ in range(num_copies(num_bytes))]
     cached = median_us(calls[:1])
-    with patch("minisgl_kernels.cuda.layer_kernels", return_value=None):
+    # Functions, since a mock would keep all tensors that it is called with.
+    with patch("minisgl_kernels.cuda.layer_kernels", lambda _: None):
         triton = median_us(calls[:1])
-        with patch("minisgl_kernels.triton_support.uses_pdl", return_value=False):
+        with patch("minisgl_kernels.triton_support.uses_pdl", lambda _: False):
             serial = median_us(calls[:1])
     more = {"us_cached": round(cached, 2), "us_triton": round(triton, 2), "us_serial": round(serial, 2)}
     return line(kernel, num_bytes, median_us(calls), **shape, **more)

@@ -80,7 +80,10 @@ struct Output {
     for (int slot = 0; slot < 2; ++slot) {
       if (row.number >= 0 && before == row.last_share - row.first_share) {
         if (lane == slot) *counter = 0;
-        join(row);
+        if (shape.num_queries <= kFewQueries)
+          join<kFewQueries>(row);
+        else
+          join<kMaxQueries>(row);
       }
       row = rows[1];
       before = arrived_last;
@@ -88,7 +91,7 @@ struct Output {
   }
 
  private:
-  static constexpr int kPartSize = kHeadDim + 4, kPerLane = kHeadDim / 32;
+  static constexpr int kPartSize = kHeadDim + 4, kPerLane = kHeadDim / 32, kFewQueries = 2;
 
   // A lane's dimensions of a query.
   template <typename U>
@@ -105,26 +108,34 @@ struct Output {
     return tensors.parts + ((int64_t{slot} * shape.num_kv_heads + kv_head) * shape.num_queries + query) * kPartSize;
   }
 
-  // What a lane has of a share's part, or of the prefix, of all queries.
-  template <typename U>
+  // What a lane has of a share's part, or of the prefix, of up to `kQueries` queries.
+  template <typename U, int kQueries>
   struct Piece {
-    PerLane<U> out[kMaxQueries];
-    float lse[kMaxQueries];
+    PerLane<U> out[kQueries];
+    float lse[kQueries];
   };
 
-  __device__ void load_part(int slot, Piece<float>& piece) const {
+  // The pieces of `kParts` shares from `share` on; those behind the row's last one count nothing.
+  template <int kQueries, int kParts>
+  __device__ void load_parts(const SplitRow& row, int share, Piece<float, kQueries> (&pieces)[kParts]) const {
 #pragma unroll
-    for (int query = 0; query < kMaxQueries; ++query) {
-      if (query >= shape.num_queries) break;
-      const float* from = part(slot, query);
-      piece.out[query] = *dimensions(from);
-      piece.lse[query] = from[kHeadDim];
+    for (int i = 0; i < kParts; ++i) {
+#pragma unroll
+      for (int query = 0; query < kQueries; ++query) {
+        pieces[i].out[query] = {};
+        pieces[i].lse[query] = -INFINITY;
+        if (query >= shape.num_queries || share + i > row.last_share) continue;
+        const float* from = part(row.slot(share + i), query);
+        pieces[i].out[query] = *dimensions(from);
+        pieces[i].lse[query] = from[kHeadDim];
+      }
     }
   }
 
-  __device__ void load_prefix(int64_t row, Piece<T>& piece) const {
+  template <int kQueries>
+  __device__ void load_prefix(int64_t row, Piece<T, kQueries>& piece) const {
 #pragma unroll
-    for (int query = 0; query < kMaxQueries; ++query) {
+    for (int query = 0; query < kQueries; ++query) {
       piece.lse[query] = -INFINITY;
       if (query >= shape.num_queries || tensors.prefix_out == nullptr) continue;
       const int64_t head = kv_head * shape.num_queries + query;
@@ -136,36 +147,48 @@ struct Output {
   __device__ int64_t num_heads() const { return int64_t{shape.num_kv_heads} * shape.num_queries; }
 
   // In the order of the shares, whoever does it. One warp does it alone, at the end, when all others wait for it: so it
-  // loads all queries at once, and two parts ahead.
+  // works on all queries at once, and loads as many parts ahead as its registers hold.
+  template <int kQueries>
   __device__ void join(const SplitRow& row) const {
-    Piece<float> part, next, later;
-    load_part(row.slot(row.first_share), next);
-    load_part(row.slot(row.first_share + 1), later);
-    float highest[kMaxQueries], total[kMaxQueries] = {}, sums[kMaxQueries][kPerLane] = {};
+    constexpr int kParts = kMaxQueries / kQueries;
+    Piece<float, kQueries> parts[kParts], next[kParts], later[kParts];
+    load_parts(row, row.first_share, next);
+    load_parts(row, row.first_share + kParts, later);
+    float highest[kQueries], total[kQueries] = {}, sums[kQueries][kPerLane] = {};
 #pragma unroll
-    for (int query = 0; query < kMaxQueries; ++query) highest[query] = -INFINITY;
+    for (int query = 0; query < kQueries; ++query) highest[query] = -INFINITY;
 #pragma unroll 1
-    for (int share = row.first_share; share <= row.last_share; ++share) {
-      part = next;
-      next = later;
-      if (share + 2 <= row.last_share) load_part(row.slot(share + 2), later);
+    for (int share = row.first_share; share <= row.last_share; share += kParts) {
 #pragma unroll
-      for (int query = 0; query < kMaxQueries; ++query) {
-        if (query >= shape.num_queries) break;
-        const float top = fmaxf(highest[query], part.lse[query]);
-        const float factor = exp2f(highest[query] - top), weight = exp2f(part.lse[query] - top);
+      for (int i = 0; i < kParts; ++i) {
+        parts[i] = next[i];
+        next[i] = later[i];
+      }
+      load_parts(row, share + 2 * kParts, later);
+#pragma unroll
+      for (int query = 0; query < kQueries; ++query) {
+        float top = highest[query];
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) top = fmaxf(top, parts[i].lse[query]);
+        const float factor = exp2f(highest[query] - top);
         highest[query] = top;
-        total[query] = total[query] * factor + weight;
+        total[query] *= factor;
 #pragma unroll
-        for (int k = 0; k < kPerLane; ++k)
-          sums[query][k] = sums[query][k] * factor + weight * part.out[query].of[k];
+        for (int k = 0; k < kPerLane; ++k) sums[query][k] *= factor;
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+          const float weight = exp2f(parts[i].lse[query] - top);
+          total[query] += weight;
+#pragma unroll
+          for (int k = 0; k < kPerLane; ++k) sums[query][k] += weight * parts[i].out[query].of[k];
+        }
       }
     }
-    Piece<T> prefix;
+    Piece<T, kQueries> prefix;
     load_prefix(row.number, prefix);
     const int64_t first_head = row.number * num_heads() + kv_head * shape.num_queries;
 #pragma unroll
-    for (int query = 0; query < kMaxQueries; ++query) {
+    for (int query = 0; query < kQueries; ++query) {
       if (query >= shape.num_queries) break;
       const float weight = prefix_weight(prefix.lse[query], highest[query] + log2f(total[query]));
       PerLane<T> joined;
