@@ -13,7 +13,7 @@ import torch
 
 from minisgl_kernels import reference_moe
 from minisgl_kernels import triton_support as support
-from minisgl_kernels.moe_routing import Routing, max_blocks, route
+from minisgl_kernels.moe_routing import Routing, max_parts, route
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
 _SUM_BLOCK = 1024  # columns of a program of the sum
@@ -39,13 +39,13 @@ class Tile(NamedTuple):
     """How both matrix products are cut.
 
     Attributes:
-        rows: of a block, which a program has as a whole.
-        halves: blocks that are at most half full are computed as half a block.
+        unit: an expert's rows are padded to a multiple of so many.
+        units: of rows that a program has, at most: 1 or 3.
         first, second: the cuts of the two.
     """
 
-    rows: int
-    halves: bool
+    unit: int
+    units: int
     first: Cut
     second: Cut
 
@@ -53,34 +53,33 @@ class Tile(NamedTuple):
 def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tile:
     """The tile for so many pairs of token and expert. Depends on nothing else, so CUDA graphs may hold it.
 
-    While few rows go to an expert, reading weights is what takes time: a block shall hold all of them, so that each
-    weight is read once, and many small programs keep the memory busy. With many rows the tensor cores count.
+    While few rows go to an expert, reading weights is what takes time: a unit shall hold all of them, so that each
+    weight is read once, and many small programs keep the memory busy. With many rows it is the tensor cores, and the
+    L2 cache that feeds them: the larger a tile, the less it reads.
     """
     rows = num_pairs / num_experts  # if they are spread evenly
     if dtype == torch.float32:  # takes twice the registers and shared memory, and no tensor cores
-        return _alike(32, Cut(32, 32, group=4, num_warps=4, num_stages=2))
+        return _alike(32, 1, Cut(32, 32, group=4, num_warps=4, num_stages=2))
     if rows <= 1:
-        return _alike(16, Cut(32, 256, group=1, num_warps=4, num_stages=3))
+        return _alike(16, 1, Cut(32, 256, group=1, num_warps=4, num_stages=3))
     if rows <= 5:
-        return _alike(16, Cut(64, 128, group=1, num_warps=4, num_stages=4))
+        return _alike(16, 1, Cut(64, 128, group=1, num_warps=4, num_stages=4))
     if rows <= 20:
-        return _alike(32, Cut(64, 128, group=1, num_warps=4, num_stages=4))
+        return _alike(32, 1, Cut(64, 128, group=1, num_warps=4, num_stages=4))
     if rows <= 40:
-        return _alike(64, Cut(128, 64, group=4, num_warps=4, num_stages=4))
-    # The second product is less deep: two programs at a time hide each other's beginning and end.
-    first, second = Cut(256, 64, group=8, num_warps=8, num_stages=4), Cut(128, 64, group=8, num_warps=8, num_stages=3)
-    return Tile(128, halves=True, first=first, second=second)
+        return _alike(64, 1, Cut(128, 64, group=4, num_warps=4, num_stages=4))
+    first, second = (Cut(256, 64, group=8, num_warps=8, num_stages=num_stages) for num_stages in (4, 3))
+    return Tile(64, 3, first, second)
 
 
-def _alike(rows: int, cut: Cut) -> Tile:
-    return Tile(rows, halves=False, first=cut, second=cut)
+def _alike(unit: int, units: int, cut: Cut) -> Tile:
+    return Tile(unit, units, first=cut, second=cut)
 
 
 def max_rows(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> int:
     """How many rows there are at most between and behind the matrix products, padding included."""
-    num_pairs = num_tokens * top_k
-    rows = tile_for(num_pairs, num_experts, dtype).rows
-    return max_blocks(num_pairs, num_experts, rows) * rows
+    unit = tile_for(num_tokens * top_k, num_experts, dtype).unit
+    return max_parts(num_tokens * top_k, num_experts, unit) * unit
 
 
 def fused_moe(
@@ -120,12 +119,11 @@ def fused_moe(
     if not num_tokens:
         return out
     tile = tile or tile_for(num_tokens * top_k, num_experts, x.dtype)
-    routing = route(router_logits, top_k, renormalize=renormalize, block_rows=tile.rows)
-    num_rows = routing.max_blocks * tile.rows
-    hidden = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    rows = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
-    _launch_product(x, gate_up, hidden, routing, tile.first, halves=tile.halves, is_first=True)
-    _launch_product(hidden, down, rows, routing, tile.second, halves=tile.halves, is_first=False)
+    routing = route(router_logits, top_k, renormalize=renormalize, unit=tile.unit, units=tile.units)
+    hidden = torch.empty((routing.max_rows, width), dtype=x.dtype, device=x.device)
+    rows = torch.empty((routing.max_rows, hidden_size), dtype=x.dtype, device=x.device)
+    _launch_product(x, gate_up, hidden, routing, tile, tile.first, is_first=True)
+    _launch_product(hidden, down, rows, routing, tile, tile.second, is_first=False)
     pdl = support.uses_pdl(x)
     num_blocks = -(-hidden_size // _SUM_BLOCK)
     _sum_kernel[(num_tokens * num_blocks,)](
@@ -137,7 +135,7 @@ def fused_moe(
         out,
         size=hidden_size,
         top_k=top_k,
-        block_rows=tile.rows,
+        unit=tile.unit,
         block=_SUM_BLOCK,
         num_blocks=num_blocks,
         pdl=pdl,
@@ -148,14 +146,7 @@ def fused_moe(
 
 
 def _launch_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    routing: Routing,
-    cut: Cut,
-    *,
-    halves: bool,
-    is_first: bool,
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, routing: Routing, tile: Tile, cut: Cut, *, is_first: bool
 ) -> None:
     _, size_n, size_k = weight.shape
     num_blocks = -(-routing.max_blocks // cut.group) * cut.group
@@ -170,10 +161,10 @@ def _launch_product(
         routing.blocks.stride(0),
         size_n=size_n,
         size_k=size_k,
-        block_m=routing.block_rows,
+        unit=tile.unit,
+        units=tile.units,
         block_n=cut.columns,
         block_k=cut.depth,
-        halves=halves,
         group=cut.group,
         is_first=is_first,
         pdl=pdl,
@@ -194,10 +185,10 @@ def _product_kernel(
     block_stride: tl.tensor,
     size_n: tl.constexpr,
     size_k: tl.constexpr,
-    block_m: tl.constexpr,
+    unit: tl.constexpr,
+    units: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
-    halves: tl.constexpr,
     group: tl.constexpr,
     is_first: tl.constexpr,
     pdl: tl.constexpr,
@@ -215,19 +206,21 @@ def _product_kernel(
     if num_rows == 0:
         return
     expert = tl.load(blocks + block_stride + block).to(tl.int64)
+    first_row = tl.load(blocks + 3 * block_stride + block).to(tl.int64)
     members += expert * member_stride + tl.load(blocks + 2 * block_stride + block)
     weight += expert * (size_n * size_k)
-    first_row = block.to(tl.int64) * block_m
     if is_first:
         out += first_row * (size_n // 2)
     else:
         out += first_row * size_n
         x += first_row * size_k
-    half: tl.constexpr = block_m // 2
-    if halves and num_rows <= half:
-        _product(x, weight, out, members, num_rows, column, size_n, size_k, half, block_n, block_k, is_first)
+    two: tl.constexpr = 2 * unit
+    if units == 1 or num_rows <= unit:
+        _product(x, weight, out, members, num_rows, column, size_n, size_k, unit, 0, block_n, block_k, is_first)
+    elif num_rows <= two:
+        _product(x, weight, out, members, num_rows, column, size_n, size_k, two, 0, block_n, block_k, is_first)
     else:
-        _product(x, weight, out, members, num_rows, column, size_n, size_k, block_m, block_n, block_k, is_first)
+        _product(x, weight, out, members, num_rows, column, size_n, size_k, two, unit, block_n, block_k, is_first)
 
 
 @jit
@@ -241,41 +234,88 @@ def _product(
     size_n: tl.constexpr,
     size_k: tl.constexpr,
     block_m: tl.constexpr,
+    more_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     is_first: tl.constexpr,
 ) -> None:
-    """The first `num_rows` rows of a tile from `column` on. Rows beyond are neither read nor written."""
+    """The first `num_rows` rows of a tile from `column` on. Rows beyond are neither read nor written.
+
+    A tile has `block_m + more_m` rows, in two parts, since a tensor's size must be a power of two.
+    """
+    ks = tl.arange(0, block_k)
+    columns = column + tl.arange(0, block_n)
+    w_columns = columns if size_n % block_n == 0 else columns % size_n
+    w_places = weight + w_columns[None, :] * size_k + ks[:, None]
     rows = tl.arange(0, block_m)
+    places, inside = _row_places(x, members, rows, num_rows, size_k, is_first)
+    places = places + ks[None, :]
+    acc = tl.zeros((block_m, block_n), tl.float32)
+    if more_m:
+        more_rows = block_m + tl.arange(0, more_m)
+        more_places, more_inside = _row_places(x, members, more_rows, num_rows, size_k, is_first)
+        more_places = more_places + ks[None, :]
+        more_acc = tl.zeros((more_m, block_n), tl.float32)
+    for k in range(0, size_k, block_k):
+        if size_k % block_k == 0:
+            w = tl.load(w_places)
+            part = tl.load(places, mask=inside, other=0.0)
+        else:
+            deep = ks < size_k - k
+            w = tl.load(w_places, mask=deep[:, None], other=0.0)
+            part = tl.load(places, mask=inside & deep[None, :], other=0.0)
+        acc = tl.dot(part, w, acc, input_precision="ieee")
+        if more_m:
+            if size_k % block_k == 0:
+                more_part = tl.load(more_places, mask=more_inside, other=0.0)
+            else:
+                more_part = tl.load(more_places, mask=more_inside & deep[None, :], other=0.0)
+            more_acc = tl.dot(more_part, w, more_acc, input_precision="ieee")
+            more_places += block_k
+        places += block_k
+        w_places += block_k
+    _store(out, acc, rows, num_rows, column, size_n, is_first)
+    if more_m:
+        _store(out, more_acc, more_rows, num_rows, column, size_n, is_first)
+
+
+@jit
+def _row_places(
+    x: tl.tensor,
+    members: tl.tensor,
+    rows: tl.tensor,
+    num_rows: tl.tensor,
+    size_k: tl.constexpr,
+    is_first: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where the rows of x begin, (rows, 1), and which of them there are."""
     inside = rows < num_rows
     sources = rows
     if is_first:
         sources = tl.load(members + rows, mask=inside, other=0).to(tl.int64)
-    ks = tl.arange(0, block_k)
-    x_places = x + sources[:, None] * size_k + ks[None, :]
-    columns = column + tl.arange(0, block_n)
-    w_columns = columns if size_n % block_n == 0 else columns % size_n
-    w_places = weight + w_columns[None, :] * size_k + ks[:, None]
-    acc = tl.zeros((block_m, block_n), tl.float32)
-    for k in range(0, size_k, block_k):
-        if size_k % block_k == 0:
-            a = tl.load(x_places, mask=inside[:, None], other=0.0)
-            b = tl.load(w_places)
-        else:
-            a = tl.load(x_places, mask=inside[:, None] & (ks < size_k - k)[None, :], other=0.0)
-            b = tl.load(w_places, mask=(ks < size_k - k)[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-        x_places += block_k
-        w_places += block_k
+    return x + sources[:, None] * size_k, inside[:, None]
 
-    width: tl.constexpr = size_n // 2 if is_first else size_n
+
+@jit
+def _store(
+    out: tl.tensor,
+    acc: tl.tensor,
+    rows: tl.tensor,
+    num_rows: tl.tensor,
+    column: tl.tensor,
+    size_n: tl.constexpr,
+    is_first: tl.constexpr,
+) -> None:
+    """Activate if `is_first`, round and write."""
+    width: tl.constexpr = size_n
     if is_first:
         # Neighbours in a row of the result are gate and up: one thread holds both.
-        gate, up = tl.split(tl.reshape(acc, (block_m, block_n // 2, 2)))
+        gate, up = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
         acc = gate / (1.0 + tl.exp(-gate)) * up
-        columns = column // 2 + tl.arange(0, block_n // 2)
+        column, width = column // 2, size_n // 2
+    columns = column + tl.arange(0, acc.shape[1])
     places = out + rows[:, None] * width + columns[None, :]
-    tl.store(places, acc.to(out.dtype.element_ty), mask=inside[:, None] & (columns < width)[None, :])
+    tl.store(places, acc.to(out.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < width)[None, :])
 
 
 @jit
@@ -288,7 +328,7 @@ def _sum_kernel(
     out: tl.tensor,
     size: tl.constexpr,
     top_k: tl.constexpr,
-    block_rows: tl.constexpr,
+    unit: tl.constexpr,
     block: tl.constexpr,
     num_blocks: tl.constexpr,
     pdl: tl.constexpr,
@@ -303,6 +343,6 @@ def _sum_kernel(
     acc = tl.zeros((block,), tl.float32)
     for pick in tl.static_range(top_k):
         pair = token * top_k + pick
-        row = tl.load(starts + tl.load(ids + pair)) * block_rows + tl.load(ranks + pair)
+        row = tl.load(starts + tl.load(ids + pair)) * unit + tl.load(ranks + pair)
         acc += tl.load(weights + pair) * tl.load(rows + row.to(tl.int64) * size + columns, mask=inside).to(tl.float32)
     tl.store(out + token.to(tl.int64) * size + columns, acc.to(out.dtype.element_ty), mask=inside)

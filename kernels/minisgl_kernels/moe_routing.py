@@ -1,8 +1,8 @@
 """Which experts each token goes through, and which tokens each expert gets: Triton, for `fused_moe`.
 
-An expert's tokens stand one after the other as rows, in blocks of as many rows as a tile of the matrix products has;
-an expert's last block may be partly empty. Everything stays on the device, and shapes depend on bounds alone, so a CUDA
-graph can hold it.
+An expert's tokens stand one after the other as rows. They are counted in units, of which the last may be partly empty,
+and cut into blocks of some units, as evenly as it goes. Everything stays on the device, and shapes depend on bounds
+alone, so a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ALIGNMENT = 16  # of lines, so that the kernels that read them are compiled for
 
 
 class Routing(NamedTuple):
-    """A token's j-th expert is `ids[token, j]`, where it is row `starts[id] * block_rows + ranks[token, j]`.
+    """A token's j-th expert is `ids[token, j]`, where it is row `starts[id] * unit + ranks[token, j]`.
 
     Attributes:
         ids: (num_tokens, top_k) int32, best first.
@@ -28,11 +28,11 @@ class Routing(NamedTuple):
         counts: (num_experts,) int32, tokens of each expert.
         members: (num_experts, num_tokens or more) int32; the first `counts[i]` of line i are the expert's tokens, by
             rank.
-        starts: (num_experts,) int32, each expert's first block.
-        blocks: (3, max_blocks or more) int32: how many tokens each block has, 0 for those that nobody uses; whose it
-            is; and its first token's rank. The number of columns is a multiple of 16.
+        starts: (num_experts,) int32, each expert's first unit.
+        blocks: (4, max_blocks or more) int32: how many tokens each block has, 0 for those that nobody uses; whose it
+            is; its first token's rank, and its first row. The number of columns is a multiple of 16.
         max_blocks: how many blocks there may be.
-        block_rows: rows of a block.
+        max_rows: how many rows there may be.
     """
 
     ids: torch.Tensor
@@ -43,15 +43,15 @@ class Routing(NamedTuple):
     starts: torch.Tensor
     blocks: torch.Tensor
     max_blocks: int
-    block_rows: int
+    max_rows: int
 
 
-def max_blocks(num_pairs: int, num_experts: int, block_rows: int) -> int:
-    """A bound of the blocks that so many pairs of token and expert take, however they are spread."""
-    return num_pairs // block_rows + min(num_pairs, num_experts)
+def max_parts(num_pairs: int, num_experts: int, size: int) -> int:
+    """A bound of the parts of `size` rows that so many pairs of token and expert take, however they are spread."""
+    return num_pairs // size + min(num_pairs, num_experts)
 
 
-def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, block_rows: int) -> Routing:
+def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, unit: int, units: int) -> Routing:
     """Pick each token's best experts as `reference_moe.route` does, and sort the tokens by expert.
 
     A NaN counts as the lowest logit.
@@ -60,16 +60,18 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, block_r
         router_logits: (num_tokens, num_experts) with at least one token, each row contiguous; any float dtype.
         top_k: experts per token.
         renormalize: scale each token's weights to a sum of 1.
-        block_rows: rows of a block.
+        unit: rows of a unit.
+        units: of a block, at most.
     """
     (num_tokens, num_experts), device = router_logits.shape, router_logits.device
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
-    bound = max_blocks(num_tokens * top_k, num_experts, block_rows)
-    num_columns = _aligned(bound)
-    zeros = torch.zeros(_aligned(num_experts) + 3 * num_columns, dtype=torch.int32, device=device)
+    num_pairs = num_tokens * top_k
+    max_blocks = max_parts(num_pairs, num_experts, unit * units)
+    num_columns = _aligned(max_blocks)
+    zeros = torch.zeros(_aligned(num_experts + 1) + 4 * num_columns, dtype=torch.int32, device=device)
     routing = Routing(
         ids=numbers(num_tokens, top_k),
         weights=torch.empty((num_tokens, top_k), dtype=torch.float32, device=device),
@@ -77,42 +79,34 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, block_r
         counts=zeros[:num_experts],
         members=numbers(num_experts, _aligned(num_tokens)),
         starts=numbers(num_experts),
-        blocks=zeros[_aligned(num_experts) :].view(3, num_columns),
-        max_blocks=bound,
-        block_rows=block_rows,
+        blocks=zeros[_aligned(num_experts + 1) :].view(4, num_columns),
+        max_blocks=max_blocks,
+        max_rows=max_parts(num_pairs, num_experts, unit) * unit,
     )
     pdl = support.uses_pdl(router_logits)
-    block_experts = support.next_power_of_2(num_experts)
-    _route_kernel[(-(-num_tokens // _TOKENS_PER_PROGRAM),)](
+    _kernel[(-(-num_tokens // _TOKENS_PER_PROGRAM),)](
         router_logits,
         routing.ids,
         routing.weights,
         routing.ranks,
-        routing.counts,
+        zeros,
         routing.members,
+        routing.starts,
+        routing.blocks,
         router_logits.stride(0),
         routing.members.stride(0),
+        routing.blocks.stride(0),
         num_tokens,
         num_experts=num_experts,
         top_k=top_k,
         renormalize=renormalize,
+        unit=unit,
+        units=units,
         block_tokens=_TOKENS_PER_PROGRAM,
-        block_experts=block_experts,
+        block_experts=support.next_power_of_2(num_experts),
         block_k=support.next_power_of_2(top_k),
         pdl=pdl,
         num_warps=4,
-        launch_pdl=pdl,
-    )
-    _layout_kernel[(1,)](
-        routing.counts,
-        routing.starts,
-        routing.blocks,
-        num_columns,
-        num_experts=num_experts,
-        block_rows=block_rows,
-        block_experts=block_experts,
-        pdl=pdl,
-        num_warps=max(1, min(4, block_experts // 32)),
         launch_pdl=pdl,
     )
     return routing
@@ -123,25 +117,33 @@ def _aligned(size: int) -> int:
 
 
 @jit
-def _route_kernel(
+def _kernel(
     logits: tl.tensor,
     ids_out: tl.tensor,
     weights_out: tl.tensor,
     ranks_out: tl.tensor,
     counts: tl.tensor,
     members: tl.tensor,
+    starts: tl.tensor,
+    blocks: tl.tensor,
     row_stride: tl.tensor,
     member_stride: tl.tensor,
+    block_stride: tl.tensor,
     num_tokens: tl.tensor,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     renormalize: tl.constexpr,
+    unit: tl.constexpr,
+    units: tl.constexpr,
     block_tokens: tl.constexpr,
     block_experts: tl.constexpr,
     block_k: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    """One program per `block_tokens` tokens. Ranks come from counting atomically."""
+    """One program per `block_tokens` tokens; the one that comes last cuts the experts' rows into blocks.
+
+    Ranks come from counting atomically. Behind the experts' counts is that of the programs.
+    """
     tokens = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)[:, None]
     experts = tl.arange(0, block_experts)[None, :]
     picks = tl.arange(0, block_k)[None, :]
@@ -175,29 +177,35 @@ def _route_kernel(
     tl.store(ranks_out + pairs, ranks, mask=is_pair)
     tl.store(members + ids.to(tl.int64) * member_stride + ranks, tl.broadcast_to(tokens, ids.shape), mask=is_pair)
 
+    tl.debug_barrier()  # all threads of this program have counted
+    if tl.atomic_add(counts + num_experts, 1) == tl.num_programs(0) - 1:
+        _cut(counts, starts, blocks, block_stride, num_experts, unit, units, block_experts)
+
 
 @jit
-def _layout_kernel(
+def _cut(
     counts: tl.tensor,
     starts: tl.tensor,
     blocks: tl.tensor,
-    num_columns: tl.tensor,
+    block_stride: tl.tensor,
     num_experts: tl.constexpr,
-    block_rows: tl.constexpr,
+    unit: tl.constexpr,
+    units: tl.constexpr,
     block_experts: tl.constexpr,
-    pdl: tl.constexpr,
 ) -> None:
-    """One program, an expert per lane."""
+    """Fill `starts` and `blocks`, an expert per lane."""
     experts = tl.arange(0, block_experts)
-    if pdl:
-        gdc_wait()
-        gdc_launch_dependents()
-    count = tl.load(counts + experts, mask=experts < num_experts, other=0)
-    num_blocks = (count + block_rows - 1) // block_rows
-    start = tl.cumsum(num_blocks, axis=0) - num_blocks
+    count = tl.load(counts + experts, mask=experts < num_experts, other=0, volatile=True)
+    num_units = (count + unit - 1) // unit
+    num_blocks = (num_units + units - 1) // units
+    start = tl.cumsum(num_units, axis=0) - num_units
     tl.store(starts + experts, start, mask=experts < num_experts)
+    first_block = tl.cumsum(num_blocks, axis=0) - num_blocks
     for i in range(tl.max(num_blocks, axis=0)):
-        place, rank = blocks + start + i, i * block_rows
-        tl.store(place, tl.minimum(count - rank, block_rows), mask=i < num_blocks)
-        tl.store(place + num_columns, experts, mask=i < num_blocks)
-        tl.store(place + 2 * num_columns, tl.zeros_like(experts) + rank, mask=i < num_blocks)
+        used = i < num_blocks
+        low, high = (i * num_units // tl.maximum(num_blocks, 1), (i + 1) * num_units // tl.maximum(num_blocks, 1))
+        place = blocks + first_block + i
+        tl.store(place, tl.minimum(count, high * unit) - low * unit, mask=used)
+        tl.store(place + block_stride, experts, mask=used)
+        tl.store(place + 2 * block_stride, low * unit, mask=used)
+        tl.store(place + 3 * block_stride, (start + low) * unit, mask=used)

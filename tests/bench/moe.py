@@ -30,23 +30,21 @@ NUM_INPUTS = 16  # in turn, so that few tokens find other experts each time
 DTYPE = torch.bfloat16
 
 SMALL = [
-    Tile(rows, False, cut, cut)
+    Tile(rows, 1, cut, cut)
     for rows in (16, 32)
     for cut in (Cut(32, 256, 1, 4, 3), Cut(64, 128, 1, 4, 3), Cut(64, 128, 1, 4, 5), Cut(128, 64, 1, 4, 5))
 ]
 LARGE = [
-    Tile(rows, rows == 128, cut, cut)
-    for rows, columns, num_warps, num_stages in (
-        (64, 128, 4, 3),
-        (64, 128, 4, 4),
-        (64, 256, 4, 4),
-        (64, 256, 8, 4),
-        (128, 128, 4, 3),
-        (128, 128, 8, 3),
-        (128, 256, 8, 3),
-        (128, 256, 8, 4),
+    Tile(64, units, cut, cut)
+    for units, cut in (
+        (3, Cut(256, 64, 1, 8, 3)),
+        (3, Cut(256, 64, 16, 8, 3)),
+        (3, Cut(256, 64, 8, 8, 3)),
+        (3, Cut(128, 64, 8, 8, 4)),
+        (3, Cut(128, 64, 8, 4, 2)),
+        (1, Cut(256, 64, 8, 4, 4)),
+        (1, Cut(128, 64, 8, 4, 4)),
     )
-    for cut in (Cut(columns, 64, group, num_warps, num_stages) for group in (1, 8))
 ]
 
 
@@ -100,7 +98,8 @@ def lines(all_num_tokens: list[int], *, sweep: bool) -> Iterator[dict[str, Any]]
                 "kernel": "fused_moe",
                 "tokens": n,
                 "usual": tile == usual,
-                "rows": tile.rows,
+                "unit": tile.unit,
+                "units": tile.units,
                 "first": tile.first._asdict(),
                 "second": tile.second._asdict(),
                 "us": round(us, 1),

@@ -21,7 +21,7 @@ def test_every_triton_kernel_compiles_for_hopper() -> None:
         ("decode_inputs", "_kernel"),
         *(("fused_moe", name) for name in ("_product_kernel", "_sum_kernel")),
         ("merge_states", "_kernel"),
-        *(("moe_routing", name) for name in ("_route_kernel", "_layout_kernel")),
+        ("moe_routing", "_kernel"),
         ("sample_filtered", "_kernel"),
         *(("sample_gumbel", name) for name in ("_split_kernel", "_reduce_kernel")),
         *(("paged_attention", name) for name in ("_decode_kernel", "_join_kernel", "_extend_kernel")),

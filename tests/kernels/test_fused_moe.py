@@ -9,7 +9,7 @@ import torch
 
 from minisgl_kernels import reference_moe
 from minisgl_kernels.fused_moe import Cut, Tile, fused_moe, max_rows, tile_for
-from minisgl_kernels.moe_routing import max_blocks, route
+from minisgl_kernels.moe_routing import max_parts, route
 from tests.kernels.errors import DTYPES, assert_close
 
 Weights = tuple[torch.Tensor, torch.Tensor]
@@ -46,11 +46,11 @@ def test_experts(device: torch.device, dtype: torch.dtype, renormalize: bool) ->
 @pytest.mark.parametrize(
     "tile",
     [
-        Tile(16, halves=False, first=Cut(32, 32, 1, 4, 3), second=Cut(16, 64, 2, 4, 2)),
-        Tile(32, halves=True, first=Cut(16, 64, 4, 4, 2), second=Cut(32, 16, 1, 4, 3)),
-        Tile(64, halves=True, first=Cut(128, 16, 8, 4, 3), second=Cut(64, 64, 8, 4, 3)),
+        Tile(16, 1, first=Cut(32, 32, 1, 4, 3), second=Cut(16, 64, 2, 4, 2)),
+        Tile(16, 3, first=Cut(16, 64, 4, 4, 2), second=Cut(32, 16, 1, 4, 3)),
+        Tile(32, 3, first=Cut(128, 16, 8, 4, 3), second=Cut(64, 64, 8, 4, 3)),
     ],
-    ids=["16", "32", "64"],
+    ids=["16", "3 x 16", "3 x 32"],
 )
 def test_any_tile_gives_the_same(device: torch.device, tile: Tile) -> None:
     """Sizes that are no multiples of the tile's; experts with no, few and several blocks of rows."""
@@ -74,45 +74,54 @@ def test_routing_picks_what_the_twin_picks(device: torch.device, dtype: torch.dt
         logits = torch.randn(num_tokens, num_experts + 3, device=device).to(dtype)[:, :-3]
         logits[:, num_experts // 2 :] = logits[:, : -(num_experts // 2) or None]
         ids, weights = reference_moe.route(logits, top_k, renormalize=renormalize)
-        got = route(logits, top_k, renormalize=renormalize, block_rows=16)
+        got = route(logits, top_k, renormalize=renormalize, unit=16, units=1)
         assert torch.equal(got.ids.long(), ids)
         torch.testing.assert_close(got.weights, weights, atol=1e-6, rtol=1e-5)
 
 
-def test_rows_of_an_expert_are_its_tokens(device: torch.device) -> None:
-    num_tokens, num_experts, top_k, block_rows = random.randrange(1, 70), random.randrange(3, 20), 3, 4
+@pytest.mark.parametrize("units", [1, 3])
+def test_rows_of_an_expert_are_its_tokens(device: torch.device, units: int) -> None:
+    num_tokens, num_experts, top_k, unit = random.randrange(1, 70), random.randrange(3, 20), 3, 4
     logits = torch.randn(num_tokens, num_experts, device=device)
     logits[:, 0] = -99.0  # an expert that nobody wants, if there are enough
-    got = route(logits, top_k, renormalize=True, block_rows=block_rows)
-    assert got.counts.tolist() == got.ids.flatten().bincount(minlength=num_experts).tolist()
-    num_blocks = -(-got.counts // block_rows)
-    assert torch.equal(got.starts, num_blocks.cumsum(0) - num_blocks)
-    blocks = [
-        (min(count - rank, block_rows), expert, rank)
-        for expert, count in enumerate(got.counts.tolist())
-        for rank in range(0, count, block_rows)
-    ]
-    assert got.blocks.t().tolist()[: len(blocks)] == [list(block) for block in blocks]
-    assert not got.blocks[0, len(blocks) :].any()
+    got = route(logits, top_k, renormalize=True, unit=unit, units=units)
+    counts = got.counts.tolist()
+    assert counts == got.ids.flatten().bincount(minlength=num_experts).tolist()
     members = got.members[got.ids.long(), got.ranks.long()]
     assert torch.equal(members, torch.arange(num_tokens, device=device).int().unsqueeze(1).expand(-1, top_k))
     assert len(set(zip(got.ids.flatten().tolist(), got.ranks.flatten().tolist(), strict=True))) == num_tokens * top_k
+
+    blocks = got.blocks[:, got.blocks[0] > 0].t().tolist()
+    assert len(blocks) == sum(-(-count // (unit * units)) for count in counts) <= got.max_blocks
+    starts, row = got.starts.tolist(), 0
+    for expert, count in enumerate(counts):
+        assert starts[expert] * unit == row
+        mine = [block for block in blocks if block[1] == expert]
+        assert sum(block[0] for block in mine) == count
+        assert max((block[0] for block in mine), default=0) <= unit * units
+        rank = 0
+        for num_rows, _, first_rank, first_row in mine:
+            assert (first_rank, first_row) == (rank, row + rank)
+            assert first_rank % unit == 0
+            rank += num_rows
+        row += -(-count // unit) * unit
+    assert row <= got.max_rows
 
 
 def test_logits_that_are_no_numbers_route_somewhere(device: torch.device) -> None:
     logits = torch.full((3, 6), torch.nan, device=device)
     logits[1], logits[2] = -torch.inf, torch.tensor([1.0, torch.nan, 2.0, -torch.inf, 0.0, 0.0])
-    got = route(logits, 4, renormalize=True, block_rows=16)
+    got = route(logits, 4, renormalize=True, unit=16, units=1)
     assert got.ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [2, 0, 4, 5]]
 
 
 def test_bounds_hold_for_any_spread() -> None:
     for _ in range(300):
-        num_experts, block_rows = random.randrange(1, 20), random.choice((1, 4, 16))
+        num_experts, size = random.randrange(1, 20), random.choice((1, 4, 16))
         counts = [random.choice((0, 1, random.randrange(1, 60))) for _ in range(num_experts)]
-        assert sum(-(-count // block_rows) for count in counts) <= max_blocks(sum(counts), num_experts, block_rows)
+        assert sum(-(-count // size) for count in counts) <= max_parts(sum(counts), num_experts, size)
     rows = max_rows(4096, 8, 128, torch.bfloat16)
-    assert 4096 * 8 <= rows <= 4096 * 8 + 128 * tile_for(4096 * 8, 128, torch.bfloat16).rows
+    assert 4096 * 8 <= rows <= 4096 * 8 + 128 * tile_for(4096 * 8, 128, torch.bfloat16).unit
 
 
 def test_a_token_is_not_changed_by_others(device: torch.device) -> None:
