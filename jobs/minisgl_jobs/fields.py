@@ -13,7 +13,16 @@ from minisgl_batch.sampling_params import SamplingParams
 PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)
 ROW_FIELDS = frozenset(
-    {*PROMPT_FIELDS, *SAMPLING_FIELDS, "max_completion_tokens", "sampling_params", "custom_id", "metadata", "model"}
+    {
+        *PROMPT_FIELDS,
+        *SAMPLING_FIELDS,
+        "max_completion_tokens",
+        "top_logprobs",
+        "sampling_params",
+        "custom_id",
+        "metadata",
+        "model",
+    }
 )
 ENVELOPE_FIELDS = frozenset({"custom_id", "method", "url", "body", "metadata"})  # a line of the OpenAI batch format
 MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal"})
@@ -56,12 +65,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),  # says nothing without tools
     "prediction": (),
     "priority": (0,),
-    "prompt_logprobs": (0,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
@@ -71,7 +78,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),

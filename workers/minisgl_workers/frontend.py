@@ -30,7 +30,14 @@ from minisgl_batch.messages import (
     Shutdown,
     StepOutput,
 )
-from minisgl_batch.tokenizer import ModelTokenizer, OutputEvents, OutputProcessor, hide_torch, resolve_request
+from minisgl_batch.tokenizer import (
+    LogprobCollector,
+    ModelTokenizer,
+    OutputEvents,
+    OutputProcessor,
+    hide_torch,
+    resolve_request,
+)
 from minisgl_jobs.leases import ChunkQueue
 from minisgl_jobs.model import Row
 from minisgl_jobs.outbox import Outbox
@@ -216,7 +223,8 @@ class Frontend:
             self._next_uid += len(messages)
             for sample_index in work.missing_samples(row):
                 request = messages[sample_index]
-                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops)
+                logprobs = LogprobCollector.of(request)
+                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops, logprobs=logprobs)
                 self._running[request.uid] = RunningSample(
                     request.uid, work, row, sample_index, request.sampling.seed, started_at
                 )
@@ -253,7 +261,8 @@ class Frontend:
             self._publishing.delta(self._running[delta.uid], delta, self._outputs)
         for output in events.finished:
             sample = self._running.pop(output.uid)
-            sample.work.finish(sample.row, sample.sample_index, sample.seed, sample.started_at, output)
+            text_of = self._tokenizer.token_text
+            sample.work.finish(sample.row, sample.sample_index, sample.seed, sample.started_at, output, text_of)
         if events.aborts:
             self._link.send(AbortRequests(events.aborts))
 
