@@ -28,12 +28,14 @@ class RankPool:
     Args:
         device: "cpu", or "cuda" for a GPU each.
         use_pynccl: as in `join_group`.
+        method: how processes start; with "forkserver" torch is imported once for all of them.
     """
 
-    def __init__(self, size: int, device: str = "cpu", *, use_pynccl: bool = True) -> None:
+    def __init__(self, size: int, device: str = "cpu", *, use_pynccl: bool = True, method: str = "spawn") -> None:
         self._folder = tempfile.TemporaryDirectory()
         meet = f"file://{Path(self._folder.name) / 'meet'}"
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(method)
+        context.set_forkserver_preload([__name__])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
