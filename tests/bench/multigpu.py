@@ -118,8 +118,8 @@ def main() -> None:
     gpu_means = ((True, times_us), (False, torch_us))
     for use_pynccl, function in gpu_means if given.device == "cuda" else ((False, gloo_us),):
         # A quicker start, which hasn't been tried with GPUs.
-        method = "spawn" if given.device == "cuda" else "forkserver"
-        pool = RankPool(given.tp, given.device, use_pynccl=use_pynccl, method=method)
+        preload = "" if given.device == "cuda" else "tests.bench.multigpu"
+        pool = RankPool(given.tp, given.device, use_pynccl=use_pynccl, preload=preload)
         (means, *_) = pool.run(prepare, max(given.rows) * given.hidden_size * 2)
         print(means, flush=True)
         for num_rows, line in lines.items():

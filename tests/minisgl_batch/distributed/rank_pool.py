@@ -28,14 +28,15 @@ class RankPool:
     Args:
         device: "cpu", or "cuda" for a GPU each.
         use_pynccl: as in `join_group`.
-        method: how processes start; with "forkserver" torch is imported once for all of them.
+        preload: a module that is imported once, in a process that the ranks are then forked from; "" for no such.
     """
 
-    def __init__(self, size: int, device: str = "cpu", *, use_pynccl: bool = True, method: str = "spawn") -> None:
+    def __init__(self, size: int, device: str = "cpu", *, use_pynccl: bool = True, preload: str = "") -> None:
         self._folder = tempfile.TemporaryDirectory()
         meet = f"file://{Path(self._folder.name) / 'meet'}"
-        context: Any = multiprocessing.get_context(method)
-        context.set_forkserver_preload([__name__])
+        context: Any = multiprocessing.get_context("forkserver" if preload else "spawn")
+        if preload:
+            context.set_forkserver_preload([preload])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
