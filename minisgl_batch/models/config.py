@@ -85,6 +85,11 @@ class ModelConfig:
             return round(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
 
+    @property
+    def fits_float16(self) -> bool:
+        """Whether float16 holds the activations; Gemma's grow too large."""
+        return not self.has_post_norms
+
     def limited_to(self, max_len: int) -> ModelConfig:
         """For sequences of at most `max_len` tokens, which is no more than the context."""
         return replace(self, max_len=max_len)

@@ -115,6 +115,32 @@ def test_experts_give_the_ids_of_a_cpu(tmp_path: Path) -> None:
     assert agreeing_tokens(want, got) > 0.95
 
 
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("gemma3", {"head_dim": 256, "sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("phi3", {"head_dim": 96, "partial_rotary_factor": 0.75}),
+    ],
+)
+def test_windows_and_other_heads_give_the_ids_of_a_cpu(family: str, given: dict[str, Any], tmp_path: Path) -> None:
+    reference = random_model(
+        family,
+        hidden_size=4 * given["head_dim"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        vocab_size=5000,
+        max_position_embeddings=2048,
+        **given,
+    )
+    folder, prompts = save(reference, tmp_path), prompts_with_stems(40)
+    want = Served(folder, device="cpu", max_running=64, num_pages=4096).run(prompts, max_tokens=20)
+    engine = served(folder, dtype="float32")
+    assert engine.scheduler._engine.options.attention_backend == "triton"
+    assert agreeing_tokens(want, engine.run(prompts, max_tokens=20)) > 0.95
+
+
 def test_shared_prefixes_are_used(model: Path) -> None:
     engine = served(model, max_running=256)
     stem = [random.randrange(5000) for _ in range(1000)]

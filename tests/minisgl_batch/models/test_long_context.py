@@ -12,6 +12,7 @@ from minisgl_batch.distributed.group import SINGLE
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.models.registry import make_model
 from minisgl_batch.models.weights import load_weights
+from minisgl_batch.tokenizer.model_defaults import read_model_defaults
 from tests.minisgl_batch.engine.served import Served
 from tests.minisgl_batch.models.contiguous import sequence_logits
 from tests.minisgl_batch.models.hf import hf_logits, random_model, random_sequences, save
@@ -59,7 +60,7 @@ def test_long_sequences_have_the_logits_of_transformers(case: str, tmp_path: Pat
     family, given = CASES[case]
     reference = random_model(family, **given)
     config = load_model_config(save(reference, tmp_path))
-    assert config.context_len == LEN
+    assert config.context_len == LEN == read_model_defaults(tmp_path).max_len
     model = make_model(config, SINGLE, torch.float32, torch.device("cpu"))
     load_weights(model, tmp_path)
     sequences = random_sequences(config.vocab_size, [LEN, ORIGINAL_LEN + 1])
