@@ -140,7 +140,7 @@ FAULTS: list[tuple[str | bytes, str, str, str]] = [
     ('{"prompt": "a", "logprobs": false, "top_logprobs": 2}', "top_logprobs", "without logprobs", '"logprobs": true'),
     ('{"prompt": "a", "logprobs": 1, "top_logprobs": 2}', "top_logprobs", "contradicts", '"logprobs": true'),
     (openai(logprobs=True, top_logprobs=21), "body.top_logprobs", "between 0 and 20", "correct"),
-    ('{"prompt": "a", "suffix": 0}', "suffix", "isn't supported (it is 0)", "remove"),
+    ('{"prompt": "a", "suffix": 0}', "suffix", "isn't supported (it is 0)", "into the prompt"),
     ('{"prompt": "a", "stream": true}', "stream", "isn't supported", "tail"),
     ('{"prompt": "a", "best_of": 4}', "best_of", "isn't supported (it is 4)", "use n with logprobs"),
     ('{"prompt": "a", "use_beam_search": true}', "use_beam_search", "isn't supported", "no beam search: use n"),
