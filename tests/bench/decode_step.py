@@ -99,26 +99,27 @@ def main() -> None:
     given = parser.parse_args()
     faulthandler.dump_traceback_later(given.timeout_s, exit=True)
     pynccl = not given.no_pynccl
-    bench = Bench(EngineConfig(model=given.model, dummy_weights=True, max_running=256, tp=given.tp, pynccl=pynccl))
-    uid = 1 << 20
-    for num_rows in BATCHES:
-        uids = start(bench, num_rows, given.context, uid)
-        uid += num_rows
-        took = step_ms(bench, 50)
-        floor = floor_ms(given.model, num_rows, given.context + 45) / given.tp
-        line = {
-            "model": given.model,
-            "tp": given.tp,
-            "batch": num_rows,
-            "context": given.context + 45,
-            "step_ms": round(took, 3),
-        }
-        print(json.dumps(line | {"floor_ms": round(floor, 3), "of_floor": round(took / floor, 2)}), flush=True)
-        if num_rows == BATCHES[-1] and not given.no_table:
-            kernel_table(bench)
-        bench.engine.source.inbox.append(AbortRequests(uids))
-        while bench.stats().num_running:
-            bench.tick()
+    config = EngineConfig(model=given.model, dummy_weights=True, max_running=256, tp=given.tp, pynccl=pynccl)
+    with Bench(config) as bench:
+        uid = 1 << 20
+        for num_rows in BATCHES:
+            uids = start(bench, num_rows, given.context, uid)
+            uid += num_rows
+            took = step_ms(bench, 50)
+            floor = floor_ms(given.model, num_rows, given.context + 45) / given.tp
+            line = {
+                "model": given.model,
+                "tp": given.tp,
+                "batch": num_rows,
+                "context": given.context + 45,
+                "step_ms": round(took, 3),
+            }
+            print(json.dumps(line | {"floor_ms": round(floor, 3), "of_floor": round(took / floor, 2)}), flush=True)
+            if num_rows == BATCHES[-1] and not given.no_table:
+                kernel_table(bench)
+            bench.engine.source.inbox.append(AbortRequests(uids))
+            while bench.stats().num_running:
+                bench.tick()
 
 
 if __name__ == "__main__":

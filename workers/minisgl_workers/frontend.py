@@ -300,9 +300,9 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     frontend = Frontend(delivery, publishing, link, tokenizer, info, status)
     signal.signal(signal.SIGTERM, lambda *_: frontend.drain(options.drain_s))
     queue.heartbeat(info)  # who is told that this group serves finds it among the workers
-    status.ready(engine=ready.description, max_seq_len=ready.max_seq_len, num_pages=ready.num_pages)
+    about = {"engine": ready.description, "max_seq_len": ready.max_seq_len, "num_pages": ready.num_pages}
+    status.ready(lambda: frontend.num_rounds, **about)
     keeper.start()
-    status.start_beats(lambda: frontend.num_rounds)
     frontend.run(ready.max_seq_len)
     link.close()
 

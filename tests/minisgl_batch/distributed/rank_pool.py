@@ -33,7 +33,9 @@ class RankPool:
     def __init__(self, size: int, device: str = "cpu", *, use_pynccl: bool = True) -> None:
         self._folder = tempfile.TemporaryDirectory()
         meet = f"file://{Path(self._folder.name) / 'meet'}"
-        context = multiprocessing.get_context("spawn")
+        # Ranks fork from a process that has imported torch, once for all pools; what CUDA holds doesn't survive a fork.
+        context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        context.set_forkserver_preload([__name__])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
