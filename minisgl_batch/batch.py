@@ -94,6 +94,28 @@ class SharingCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """Tokens of a step whose log-probabilities are wanted, and those of the most probable tokens in their place.
+
+    Attributes:
+        num_top: how many of the most probable ones.
+        sampled: positions among the rows that sample; their new tokens are scored.
+        rows: rows of the step whose pieces score tokens of the prompt: each token the one behind it.
+        counts: how many leading tokens of each such piece.
+    """
+
+    num_top: int
+    sampled: IntArray
+    rows: IntArray
+    counts: IntArray
+
+    @property
+    def num_words(self) -> int:
+        """int32 values of a token's score, see `engine.scores`."""
+        return 2 + 2 * self.num_top
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """The scheduler's decision for one step. Arrays have one entry per row unless noted.
 
@@ -108,6 +130,7 @@ class ScheduledBatch:
         edits: what to change in the tables first.
         shared: groups of decode rows to attend in two levels; None to attend row by row.
         any_adjust: some sampled row's logits change before it samples: penalties, biases, tokens that mustn't come.
+        scoring: whose log-probabilities to give; None: nobody's.
     """
 
     slots: IntArray
@@ -120,6 +143,7 @@ class ScheduledBatch:
     edits: TableEdits
     shared: SharedPrefixes | None = None
     any_adjust: bool = False
+    scoring: Scoring | None = None
 
     @property
     def num_rows(self) -> int:
@@ -148,7 +172,9 @@ class ForwardBatch:
         q_starts: (num_rows + 1,) int32; row i has the step's tokens [q_starts[i], q_starts[i + 1]).
         page_table: (max_running + 1, max_pages_per_row) int32; the whole table, lines are picked by `slots`.
         token_pool: (max_running + 1, max_seq_len + 1) int32.
-        sample_tokens: (num_samples,) int32; which of the step's tokens give logits; None: all of them.
+        sample_tokens: (num_samples + num_scored,) int32; which of the step's tokens give hidden states: those of rows
+            that sample, then those that score the prompt's; None: all of them sample.
+        targets: (num_scored,) int32; the tokens that the latter score.
         attention: what the attention backend's `prepare_metadata` made for its own use.
     """
 
@@ -162,4 +188,5 @@ class ForwardBatch:
     page_table: torch.Tensor
     token_pool: torch.Tensor
     sample_tokens: torch.Tensor | None
+    targets: torch.Tensor
     attention: Any = None

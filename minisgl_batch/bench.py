@@ -156,7 +156,7 @@ class BenchResult:
 
 
 class Bench:
-    """An engine that is ready to be measured.
+    """An engine that is ready to be measured. Use as a context manager; leaving frees it and ends its processes.
 
     Args:
         config: `model` may be one of SHAPES, with dummy weights.
@@ -199,6 +199,12 @@ class Bench:
             peak_memory_mb=_peak_memory_mb(),
             gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         )
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
 
     def tick(self) -> None:
         """One tick of the scheduler's loop, whose output nobody wants."""

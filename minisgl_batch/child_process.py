@@ -202,8 +202,15 @@ class StatusPipe:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def ready(self, **info: Any) -> None:
-        """The work begins."""
+    def ready(self, progress: Callable[[], int | None] | None = None, /, **info: Any) -> None:
+        """The work begins.
+
+        Args:
+            progress: from now on said each second, from a thread: how far the main thread has come; see ChildBeat. The
+                parent may take a child that beats and then makes no progress, or beats no more, for one that hangs.
+        """
+        if progress is not None:
+            self._start_beats(progress)
         self._write(ChildReady(info))
 
     def failed(self, failure: ChildFailed) -> None:
@@ -218,16 +225,13 @@ class StatusPipe:
         """See ChildDelivered."""
         self._write(ChildDelivered())
 
-    def start_beats(self, progress: Callable[[], int | None]) -> None:
-        """Say each second, from a thread, how far the main thread has come; see ChildBeat.
-
-        The parent may take a child that has begun to beat and then makes no progress for one that hangs.
-        """
+    def _start_beats(self, progress: Callable[[], int | None]) -> None:
+        self._write(ChildBeat(progress()))  # before it is ready: one that is stopped right then is missed, too
 
         def beat() -> None:
             while True:
-                self._write(ChildBeat(progress()))
                 time.sleep(BEAT_S)
+                self._write(ChildBeat(progress()))
 
         threading.Thread(target=beat, name="beats", daemon=True).start()
 

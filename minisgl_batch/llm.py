@@ -13,7 +13,6 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,11 +30,13 @@ from minisgl_batch.messages import (
     StepOutput,
 )
 from minisgl_batch.models.config import load_model_config
+from minisgl_batch.outputs import CompletionOutput, RequestOutput, StreamEvent
 from minisgl_batch.prompts import Prompts, as_chats, as_prompts
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
 from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
-    FinishReason,
+    Logprob,
+    LogprobCollector,
     ModelTokenizer,
     OutputEvents,
     OutputProcessor,
@@ -46,58 +47,6 @@ from minisgl_batch.tokenizer import (
 from minisgl_batch.words import count
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One sample of a prompt.
-
-    Attributes:
-        index: which of the prompt's `n` samples.
-        text: what was generated, without the token or string that stopped it.
-        token_ids: every generated token, the one that stopped it included.
-        finish_reason: "stop" or "length".
-        stop_reason: the stop string or stop token id; None for an end-of-sequence token and for "length".
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """All samples of a prompt.
-
-    Attributes:
-        prompt: the text, token ids or messages.
-        prompt_token_ids: what the model read.
-        outputs: one for each of the prompt's `n` samples.
-        num_cached_tokens: prompt tokens that the prefix cache had (of the first sample).
-    """
-
-    prompt: PromptInput
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
-    """New text of one sample.
-
-    Attributes:
-        prompt_index, sample_index: whose.
-        text: continues the sample's earlier events; "" when it only ends.
-        finished: set in the sample's last event.
-    """
-
-    prompt_index: int
-    sample_index: int
-    text: str
-    finished: CompletionOutput | None = None
 
 
 class LLM:
@@ -237,7 +186,7 @@ class LLM:
         with _progress_bar(len(work.requests), shown=progress) as bar:
             for events in self._run(work):
                 for sample in events.finished:
-                    work.collect(sample)
+                    work.keep(sample)
                     bar.count(sample)
         return work.outputs()
 
@@ -245,7 +194,7 @@ class LLM:
         layers = [params or SamplingParams()] * len(inputs) if not isinstance(params, Sequence) else list(params)
         if len(layers) != len(inputs):
             raise UsageError(f"sampling_params: {len(layers)} were given for {count(len(inputs), 'prompt')}")
-        work = _Work(inputs)
+        work = _Work(inputs, self.tokenizer)
         encoded = self.tokenizer.encode_inputs(inputs)
         for index, (ids, layer) in enumerate(zip(encoded, layers, strict=True)):
             try:
@@ -263,7 +212,8 @@ class LLM:
                 raise RequestError(error.error_type, f"prompt {index}: {error}") from error
             work.add(resolved.messages(self._next_uid), ids.tolist())
             for request in resolved.messages(self._next_uid):
-                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops)
+                logprobs = LogprobCollector.of(request)
+                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops, logprobs=logprobs)
             self._next_uid += len(resolved.samples)
         self._num_prompts += len(inputs)
         return work
@@ -304,8 +254,9 @@ class LLM:
 class _Work:
     """The requests of one call: which prompt and sample each uid is, and what has come back."""
 
-    def __init__(self, prompts: list[PromptInput]) -> None:
+    def __init__(self, prompts: list[PromptInput], tokenizer: ModelTokenizer) -> None:
         self._prompts = prompts
+        self._text_of = tokenizer.token_text
         self._prompt_ids: list[list[int]] = []
         self._owners: dict[int, tuple[int, int]] = {}
         self._samples: list[dict[int, SampleOutput]] = []
@@ -322,27 +273,44 @@ class _Work:
         """(prompt index, sample index)."""
         return self._owners[uid]
 
-    def collect(self, sample: SampleOutput) -> CompletionOutput:
+    def keep(self, sample: SampleOutput) -> int:
+        """Take a finished sample, and say which of its prompt's it is."""
         if sample.error is not None:
             raise sample.error
         prompt_index, sample_index = self.owner(sample.uid)
         self._samples[prompt_index][sample_index] = sample
-        return _completion(sample_index, sample)
+        return sample_index
+
+    def collect(self, sample: SampleOutput) -> CompletionOutput:
+        return self._completion(self.keep(sample), sample)
 
     def outputs(self) -> list[RequestOutput]:
         return [
             RequestOutput(
                 prompt=prompt,
                 prompt_token_ids=prompt_ids,
-                outputs=[_completion(i, samples[i]) for i in range(len(samples))],
+                outputs=[self._completion(i, samples[i]) for i in range(len(samples))],
                 num_cached_tokens=samples[0].cached_tokens,
+                prompt_logprobs=self._prompt_logprobs(samples[0]),
             )
             for prompt, prompt_ids, samples in zip(self._prompts, self._prompt_ids, self._samples, strict=True)
         ]
 
+    def _completion(self, index: int, sample: SampleOutput) -> CompletionOutput:
+        found = sample.logprobs
+        return CompletionOutput(
+            index,
+            sample.text,
+            sample.token_ids,
+            sample.finish_reason,
+            sample.stop_reason,
+            logprobs=None if found is None else found.as_dicts(self._text_of),
+            cumulative_logprob=None if found is None else sum(found.logprobs.tolist()),
+        )
 
-def _completion(index: int, sample: SampleOutput) -> CompletionOutput:
-    return CompletionOutput(index, sample.text, sample.token_ids, sample.finish_reason, sample.stop_reason)
+    def _prompt_logprobs(self, first: SampleOutput) -> list[dict[int, Logprob] | None] | None:
+        found = first.prompt_logprobs
+        return None if found is None else [None, *found.as_dicts(self._text_of)]
 
 
 class _progress_bar:  # noqa: N801  # a context manager that reads as a function

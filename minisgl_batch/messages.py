@@ -68,6 +68,22 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_retractions: int = 0
 
 
+class Scores(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of tokens, as `engine.scores` packs them: int32 words, 2 + 2 * num_top for each token.
+
+    Attributes:
+        num_top: how many of the most probable tokens are named; at least as many as each request asked for.
+        uids: int64; requests whose new token is scored.
+        sampled: the scores of those tokens.
+        prompts: (uid, position of the first token, scores) of tokens of prompts. A part may come twice.
+    """
+
+    num_top: int
+    uids: bytes
+    sampled: bytes
+    prompts: list[tuple[int, int, bytes]]
+
+
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """What one engine step made: parallel flat arrays, a request at most once.
 
@@ -78,6 +94,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
         first_uids: requests whose first token this is, with
         first_cached: how many of their prompt tokens came from the prefix cache.
         stats: the engine's counters after this step.
+        scores: of requests that ask for them; None: nobody did.
     """
 
     uids: bytes
@@ -86,6 +103,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     first_uids: list[int]
     first_cached: list[int]
     stats: EngineStats
+    scores: Scores | None = None
 
 
 class RequestsRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):

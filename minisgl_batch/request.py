@@ -41,6 +41,7 @@ class Req:
         state, slot: see ReqState; slot is -1 without one.
         prefix: the cached prefix that this request locks.
         num_cached: prompt tokens that the prefix cache had when the request first ran.
+        scores_prompt: its prompt has tokens without the log-probabilities that it asks for.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class Req:
         "num_prompt",
         "prefix",
         "sampling",
+        "scores_prompt",
         "slot",
         "state",
         "uid",
@@ -67,6 +69,7 @@ class Req:
         self.slot = -1
         self.prefix: PrefixHandle | None = None
         self.num_cached = 0
+        self.scores_prompt = sampling.num_prompt_logprobs >= 0 and self.num_prompt > 1
 
     def __repr__(self) -> str:
         return f"Req(uid={self.uid}, {self.state.name.lower()}, slot={self.slot}, {len(self.ids)}/{self.max_len} ids)"

@@ -22,6 +22,7 @@ MAX_TOKEN_ID = (1 << 31) - 1
 MAX_PENALTY = 2.0  # of presence and frequency, either way: the range of the OpenAI API
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
+MAX_LOGPROBS = 20
 MAX_LOGIT_RULES = 2048
 """Tokens of one row that may be named in `logit_bias`, `bad_words` and, with `min_tokens`, as stop tokens."""
 
@@ -96,6 +97,8 @@ _WHOLE_FIELDS = {
     "min_tokens": (0, MAX_TOKENS_LIMIT),
     "seed": (0, MAX_SEED),
     "top_k": (-1, MAX_TOKEN_ID),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 _REAL_FIELDS = {
     "temperature": (0.0, 100.0, False),
@@ -129,6 +132,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         logit_bias: added to these tokens' logits before penalties, each in [-100, 100].
         min_tokens: no end-of-sequence or stop token comes, and no stop string counts, before so many tokens.
         bad_words: the output has none of these words' tokens in a row, as they begin a text or follow a space.
+        logprobs: give the log-probability of each output token, and so many of the most probable ones in its place, up
+            to 20. They are the model's own, before all of the above.
+        prompt_logprobs: the same for the prompt's tokens but the first. Such a prompt is computed in full: what the
+            prefix cache has of it isn't used.
 
     Raises:
         InvalidParameterError: a value is out of its range; names the field.
@@ -151,6 +158,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     logit_bias: dict[int, float] | None = None
     min_tokens: int | None = None
     bad_words: str | tuple[str, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for field, limits in _WHOLE_FIELDS.items():
@@ -242,6 +251,8 @@ class EngineSampling(msgspec.Struct, frozen=True, array_like=True):
         logit_bias: (token, bias), each token once.
         min_tokens: none of `stop_ids` before so many output tokens.
         bad_words: token sequences that the output must not have.
+        num_logprobs, num_prompt_logprobs: most probable tokens to name beside each token of output and prompt; -1: no
+            log-probabilities.
     """
 
     max_tokens: int
@@ -258,6 +269,8 @@ class EngineSampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
 
     @property
     def is_greedy(self) -> bool:

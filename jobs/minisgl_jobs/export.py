@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from minisgl_batch.errors import InvalidParameterError
+from minisgl_jobs.logprobs import openai_logprobs
 from minisgl_jobs.results import result_schema
 
 ExportFormat = Literal["jsonl", "openai", "csv", "parquet"]
@@ -124,7 +125,8 @@ def _openai_line(samples: list[dict[str, Any]], chat: bool) -> dict[str, Any]:
 
 def _choice(sample: dict[str, Any], chat: bool) -> dict[str, Any]:
     answer = {"message": {"role": "assistant", "content": sample["text"]}} if chat else {"text": sample["text"]}
-    return {"index": sample["sample_index"], **answer, "logprobs": None, "finish_reason": sample["finish_reason"]}
+    logprobs = openai_logprobs(sample.get("logprobs"), chat=chat)
+    return {"index": sample["sample_index"], **answer, "logprobs": logprobs, "finish_reason": sample["finish_reason"]}
 
 
 def _unix_seconds(rfc3339: str | None) -> int:

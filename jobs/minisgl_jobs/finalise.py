@@ -144,7 +144,7 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: A
             kept, sha256 = _read_input(outbox, job, chunk, roots)
         if not results:
             continue
-        table = results_to_table(results.values(), token_ids=job.spec.token_ids)
+        table = results_to_table(results.values(), job.spec.optional_columns)
         table = add_columns(table, kept, rows.start, job.spec.kept)
         info = PartInfo(
             job_id=job.spec.job_id,

@@ -80,7 +80,7 @@ class JobResults:
             if path.is_file():
                 yield _merge(path, chunk, spooled, status)
             elif spooled:
-                table = results_to_table(map(decode_result, spooled.values()), token_ids=status.spec.token_ids)
+                table = results_to_table(map(decode_result, spooled.values()), status.spec.optional_columns)
                 # What such rows keep of the input is in the workers' hands: null until their chunk is committed.
                 yield add_columns(table, None, 0, status.spec.kept)
 
@@ -92,7 +92,7 @@ def _merge(path: Place, chunk: int, spooled: dict[tuple[int, int], bytes], statu
         return table
     results = {(old.row_index, old.sample_index): old for old in table_to_results(table) if old.status == "ok"}
     results |= {key: decode_result(encoded) for key, encoded in spooled.items()}
-    merged = results_to_table(results.values(), token_ids=status.spec.token_ids)
+    merged = results_to_table(results.values(), status.spec.optional_columns)
     rows = status.spec.chunk_range(chunk)
     return add_columns(merged, columns_of(table, rows, status.spec.kept), rows.start, status.spec.kept)
 

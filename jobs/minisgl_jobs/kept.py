@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from minisgl_batch.errors import InvalidInputError
 from minisgl_jobs.records import Record, TableRow
-from minisgl_jobs.results import result_schema
+from minisgl_jobs.results import OPTIONAL_COLUMNS, result_schema
 
 _AS_JSON = b"minisgl_json"  # in the metadata of a schema whose columns travel as JSON
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -94,7 +94,7 @@ def output_names(columns: Sequence[str]) -> list[str]:
     Raises:
         InvalidInputError: two would have the same name.
     """
-    taken = set(result_schema(token_ids=True).names)
+    taken = set(result_schema(OPTIONAL_COLUMNS).names)
     names = [f"input_{column}" if column in taken else column for column in columns]
     if len(set(names)) != len(names):
         raise InvalidInputError(f"--keep-columns gives two columns of the output the same name: {', '.join(names)}")

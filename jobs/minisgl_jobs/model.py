@@ -95,6 +95,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         priority: which ring of jobs.
         submitted_at: Unix seconds, the client's clock.
         token_ids: write the `output_token_ids` column.
+        logprobs, prompt_logprobs: write these columns, since the job or a row asks for them.
         chat: whether the rows (the first one, if they differ) are chat messages: the shape of OpenAI output.
         input: what was read.
         rows_sha256: of all rows as they were read: the hash of their chunks' `chunk_sha256`, in order.
@@ -113,6 +114,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: Priority = Priority.NORMAL
     submitted_at: float = 0.0
     token_ids: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
     chat: bool = False
     input: InputInfo = InputInfo()
     rows_sha256: str = ""
@@ -123,6 +126,16 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def num_chunks(self) -> int:
         return -(-self.num_rows // self.chunk_rows)
+
+    @property
+    def optional_columns(self) -> frozenset[str]:
+        """Names of the result columns that this job has and others don't."""
+        asked = {
+            "output_token_ids": self.token_ids,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.prompt_logprobs,
+        }
+        return frozenset(name for name, is_there in asked.items() if is_there)
 
     def chunk_range(self, chunk: int) -> range:
         """The row indices of a chunk."""
@@ -173,6 +186,24 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.prompt_token_ids if self.prompt_token_ids is not None else self.messages or []
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of n tokens that follow each other, with the k most probable ones in the place of each.
+
+    Attributes:
+        token_ids, logprobs: (n,) little-endian int32 and float32.
+        top_ids, top_logprobs: (n, k) little-endian int32 and float32, the most probable first.
+        texts: what each of these tokens is by itself.
+        has_gap: a token without a log-probability stands before them: a prompt's first.
+    """
+
+    token_ids: bytes
+    logprobs: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    texts: dict[int, str]
+    has_gap: bool = False
+
+
 class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One finished sample of a row: a line of the result dataset (timestamps in Unix seconds)."""
 
@@ -187,6 +218,8 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     output_token_ids: list[int] | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
     seed: int | None = None
     error: RowError | None = None
     model: str = ""

@@ -6,12 +6,13 @@ Knows nothing of folders or Redis. Called by frontends, which write parts, and b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from minisgl_batch.sampling_params import SamplingParams
+from minisgl_jobs.logprobs import LOGPROBS_TYPE, logprobs_of, logprobs_to_array
 from minisgl_jobs.model import Row, RowError, RowResult
 
 _TIMESTAMP = pa.timestamp("us", tz="UTC")
@@ -29,6 +30,8 @@ _SCHEMA = pa.schema(
         pa.field("cached_tokens", pa.int32()),
         pa.field("completion_tokens", pa.int32()),
         pa.field("output_token_ids", pa.list_(pa.int32())),
+        pa.field("logprobs", LOGPROBS_TYPE),
+        pa.field("prompt_logprobs", LOGPROBS_TYPE),
         pa.field("seed", pa.int64()),
         pa.field("error_type", pa.string()),
         pa.field("error_message", pa.string()),
@@ -42,15 +45,19 @@ _SCHEMA = pa.schema(
 )
 
 
-def result_schema(*, token_ids: bool = False) -> pa.Schema:
-    """The columns of a dataset, with `output_token_ids` if asked for. Null is "not given" or "doesn't apply"."""
-    return _SCHEMA if token_ids else _SCHEMA.remove(_SCHEMA.get_field_index("output_token_ids"))
+_LOGPROBS = ("logprobs", "prompt_logprobs")
+OPTIONAL_COLUMNS = frozenset({"output_token_ids", *_LOGPROBS})
 
 
-def results_to_table(results: Iterable[RowResult], *, token_ids: bool = False) -> pa.Table:
-    """Results as a table in the order of (row_index, sample_index)."""
+def result_schema(optional: Collection[str] = ()) -> pa.Schema:
+    """The columns of a dataset, of OPTIONAL_COLUMNS those asked for. Null is "not given" or "doesn't apply"."""
+    return pa.schema([field for field in _SCHEMA if field.name in optional or field.name not in OPTIONAL_COLUMNS])
+
+
+def results_to_table(results: Iterable[RowResult], optional: Collection[str] = ()) -> pa.Table:
+    """Results as a table in the order of (row_index, sample_index); columns as in `result_schema`."""
     ordered = sorted(results, key=lambda result: (result.row_index, result.sample_index))
-    schema = result_schema(token_ids=token_ids)
+    schema = result_schema(optional)
     columns: dict[str, list[Any]] = {
         "custom_id": [r.custom_id or None for r in ordered],
         "text": [r.text if r.error is None or r.text else None for r in ordered],
@@ -62,7 +69,11 @@ def results_to_table(results: Iterable[RowResult], *, token_ids: bool = False) -
         "metadata": [r.metadata or None for r in ordered],
     }
     arrays = [
-        pa.array(columns[name] if name in columns else [getattr(r, name) for r in ordered], schema.field(name).type)
+        logprobs_to_array([getattr(r, name) for r in ordered])
+        if name in _LOGPROBS
+        else pa.array(
+            columns[name] if name in columns else [getattr(r, name) for r in ordered], schema.field(name).type
+        )
         for name in schema.names
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
@@ -75,8 +86,11 @@ def table_to_results(table: pa.Table) -> Iterator[RowResult]:
         plain = {
             field.name: batch.column(i).cast(pa.int64()) if field.type == _TIMESTAMP else batch.column(i)
             for i, field in enumerate(batch.schema)
+            if field.name not in _LOGPROBS
         }
-        for record in pa.RecordBatch.from_pydict(plain).to_pylist():
+        scored = {name: batch.column(name) for name in _LOGPROBS if name in batch.schema.names}
+        for index, record in enumerate(pa.RecordBatch.from_pydict(plain).to_pylist()):
+            record |= {name: logprobs_of(column, index) for name, column in scored.items()}
             error_type, error_message = record.pop("error_type"), record.pop("error_message")
             for name in ("custom_id", "text", "metadata"):
                 record[name] = record[name] or ""

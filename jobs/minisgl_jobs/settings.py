@@ -24,7 +24,7 @@ from minisgl_jobs.fields import (
 )
 from minisgl_jobs.jsonl import raw_text
 
-_PARAM_FIELDS = SAMPLING_FIELDS | {"max_completion_tokens", "sampling_params"}
+_PARAM_FIELDS = SAMPLING_FIELDS | {"max_completion_tokens", "top_logprobs", "sampling_params"}
 _NO_PARAMS = SamplingParams()
 
 
@@ -73,8 +73,14 @@ def read_params(fields: dict[str, Any], prefix: str) -> SamplingParams:
         given[name], origin[name] = value, path
 
     for field, value in fields.items():
-        if value is not None and field in _PARAM_FIELDS and field != "sampling_params":
+        if (
+            value is not None
+            and field in _PARAM_FIELDS
+            and field not in ("sampling_params", "logprobs", "top_logprobs")
+        ):
             take(field, value, prefix + field)
+    for field, value in _logprobs(fields, prefix).items():
+        take("logprobs", value, prefix + field)
     if nested:
         path = f"{prefix}sampling_params."
         refuse_unknown(nested, path, SAMPLING_FIELDS)
@@ -85,6 +91,25 @@ def read_params(fields: dict[str, Any], prefix: str) -> SamplingParams:
         return SamplingParams(**given)
     except InvalidParameterError as error:
         raise FieldError(origin[error.field], error.reason, _params_hint(error.field, given[error.field])) from None
+
+
+def _logprobs(fields: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The field that says how many log-probabilities to give, and how many, if any.
+
+    Completions and vLLM have the number in `logprobs`; chats have a flag there, and the number in `top_logprobs`.
+    """
+    asked, top = fields.get("logprobs"), fields.get("top_logprobs")
+    if asked is True:
+        return {"logprobs": 0} if top is None else {"top_logprobs": top}
+    if asked is None or asked is False:
+        if top is not None and (top != 0 or isinstance(top, bool)):
+            raise FieldError(
+                f"{prefix}top_logprobs", "says nothing without logprobs", 'write "logprobs": true beside it'
+            )
+        return {}
+    if top is not None and top != asked:
+        raise FieldError(f"{prefix}top_logprobs", f"contradicts {prefix}logprobs", 'write "logprobs": true beside it')
+    return {"logprobs": asked}
 
 
 def _params_hint(field: str, value: Any) -> str:

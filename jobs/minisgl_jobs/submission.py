@@ -162,6 +162,8 @@ def prepare(
         priority=level,
         submitted_at=time.time(),
         token_ids=token_ids,
+        logprobs="logprobs" in rows.scored or params.logprobs is not None,
+        prompt_logprobs="prompt_logprobs" in rows.scored or params.prompt_logprobs is not None,
         chat=rows.examples[0].messages is not None,
         input=info,
         rows_sha256=rows.sha256,
@@ -262,6 +264,7 @@ class _CheckedRows:
         hashes: `chunk_sha256` of all chunks, raw.
         is_reference: whether the references are to be used.
         kept: types of the kept columns.
+        scored: which of `logprobs` and `prompt_logprobs` some row asks for.
     """
 
     def __init__(
@@ -285,9 +288,13 @@ class _CheckedRows:
         if self.is_reference and not can_refer:
             raise InvalidParameterError("by_reference", f"workers can't read {name} themselves: give a file")
         self.hashes: list[bytes] = []
+        self.scored: set[str] = set()
         try:
             for rows in iter_chunks(self.reader.rows(records, source), chunk_rows):
                 self.examples += rows[: NUM_EXAMPLES - len(self.examples)]
+                for name in ("logprobs", "prompt_logprobs"):
+                    if any(getattr(row.params, name) is not None for row in rows):
+                        self.scored.add(name)
                 kept = self.reader.kept.take()
                 sha256 = chunk_sha256(rows, kept)
                 self.hashes.append(bytes.fromhex(sha256))

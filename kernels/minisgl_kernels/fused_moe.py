@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 
     Attributes:
         unit: an expert's rows are padded to a multiple of so many.
-        units: of rows that a program has, at most: 1 or 3.
+        units: of rows that a program has, at most 3.
         first, second: the cuts of the two.
     """
 
@@ -68,8 +68,7 @@ def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tile:
         return _alike(32, 1, Cut(64, 128, group=1, num_warps=4, num_stages=4))
     if rows <= 40:
         return _alike(64, 1, Cut(128, 64, group=4, num_warps=4, num_stages=4))
-    first, second = (Cut(256, 64, group=8, num_warps=8, num_stages=num_stages) for num_stages in (4, 3))
-    return Tile(64, 3, first, second)
+    return _alike(64, 3, Cut(256, 64, group=8, num_warps=8, num_stages=4))
 
 
 def _alike(unit: int, units: int, cut: Cut) -> Tile:
@@ -159,12 +158,13 @@ def _launch_product(
         routing.blocks,
         routing.members.stride(0),
         routing.blocks.stride(0),
+        size_k,
         size_n=size_n,
-        size_k=size_k,
         unit=tile.unit,
         units=tile.units,
         block_n=cut.columns,
         block_k=cut.depth,
+        even=size_k % cut.depth == 0,
         group=cut.group,
         is_first=is_first,
         pdl=pdl,
@@ -183,17 +183,21 @@ def _product_kernel(
     blocks: tl.tensor,
     member_stride: tl.tensor,
     block_stride: tl.tensor,
+    size_k: tl.tensor,
     size_n: tl.constexpr,
-    size_k: tl.constexpr,
     unit: tl.constexpr,
     units: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    even: tl.constexpr,
     group: tl.constexpr,
     is_first: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    """One program per block of rows and tile of columns: out = x @ weight[expert].T, activated if `is_first`."""
+    """One program per block of rows and tile of columns: out = x @ weight[expert].T, activated if `is_first`.
+
+    The depth isn't a constant, for a loop that is known to be short would be unrolled, and take long to compile.
+    """
     # Blocks of rows take turns fastest within a group, so that those of one expert share its weights in the cache.
     num_columns: tl.constexpr = (size_n + block_n - 1) // block_n
     place = tl.program_id(0) % (group * num_columns)
@@ -216,11 +220,11 @@ def _product_kernel(
         x += first_row * size_k
     two: tl.constexpr = 2 * unit
     if units == 1 or num_rows <= unit:
-        _product(x, weight, out, members, num_rows, column, size_n, size_k, unit, 0, block_n, block_k, is_first)
-    elif num_rows <= two:
-        _product(x, weight, out, members, num_rows, column, size_n, size_k, two, 0, block_n, block_k, is_first)
+        _product(x, weight, out, members, num_rows, column, size_k, size_n, unit, 0, block_n, block_k, even, is_first)
+    elif units == 2 or num_rows <= two:
+        _product(x, weight, out, members, num_rows, column, size_k, size_n, two, 0, block_n, block_k, even, is_first)
     else:
-        _product(x, weight, out, members, num_rows, column, size_n, size_k, two, unit, block_n, block_k, is_first)
+        _product(x, weight, out, members, num_rows, column, size_k, size_n, two, unit, block_n, block_k, even, is_first)
 
 
 @jit
@@ -231,12 +235,13 @@ def _product(
     members: tl.tensor,
     num_rows: tl.tensor,
     column: tl.tensor,
+    size_k: tl.tensor,
     size_n: tl.constexpr,
-    size_k: tl.constexpr,
     block_m: tl.constexpr,
     more_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
+    even: tl.constexpr,
     is_first: tl.constexpr,
 ) -> None:
     """The first `num_rows` rows of a tile from `column` on. Rows beyond are neither read nor written.
@@ -257,7 +262,7 @@ def _product(
         more_places = more_places + ks[None, :]
         more_acc = tl.zeros((more_m, block_n), tl.float32)
     for k in range(0, size_k, block_k):
-        if size_k % block_k == 0:
+        if even:
             w = tl.load(w_places)
             part = tl.load(places, mask=inside, other=0.0)
         else:
@@ -266,7 +271,7 @@ def _product(
             part = tl.load(places, mask=inside & deep[None, :], other=0.0)
         acc = tl.dot(part, w, acc, input_precision="ieee")
         if more_m:
-            if size_k % block_k == 0:
+            if even:
                 more_part = tl.load(more_places, mask=more_inside, other=0.0)
             else:
                 more_part = tl.load(more_places, mask=more_inside & deep[None, :], other=0.0)
@@ -285,7 +290,7 @@ def _row_places(
     members: tl.tensor,
     rows: tl.tensor,
     num_rows: tl.tensor,
-    size_k: tl.constexpr,
+    size_k: tl.tensor,
     is_first: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Where the rows of x begin, (rows, 1), and which of them there are."""

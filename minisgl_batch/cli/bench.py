@@ -53,21 +53,21 @@ def bench(
     if timeout_s is not None:
         os.environ[DUMP_STACKS_ENV] = "1"  # for the other ranks
         faulthandler.dump_traceback_later(timeout_s, exit=True)
-    engine = Bench(engine_config(options), shrink)
-    about = {
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
-        "options": {**engine.description, "max_running": options["max_running"]},
-        "commit": commit,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "command": "minisgl-batch " + " ".join(sys.argv[1:]),
-    }
-    for name in workloads:
-        for _ in range(repeat):
-            line = engine.run(name).line(**about)
-            click.echo(line)
-            if file is not None:
-                file.write(line + "\n")
-                file.flush()
+    with Bench(engine_config(options), shrink) as engine:
+        about = {
+            "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+            "options": {**engine.description, "max_running": options["max_running"]},
+            "commit": commit,
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+            "command": "minisgl-batch " + " ".join(sys.argv[1:]),
+        }
+        for name in workloads:
+            for _ in range(repeat):
+                line = engine.run(name).line(**about)
+                click.echo(line)
+                if file is not None:
+                    file.write(line + "\n")
+                    file.flush()
 
 
 def _version(package: str) -> str:

@@ -40,6 +40,8 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
     *_STRINGS,
     *_FLAGS,
 )
@@ -186,6 +188,10 @@ sampling_options = _all(
     _sampling_option(
         "--repetition-penalty", "Factor for tokens of prompt and output; above 1: fewer of them.", **_REAL
     ),
+    _sampling_option(
+        "--logprobs", "Give output tokens' log-probabilities, and of the N best in their place.", **_NUMBER
+    ),
+    _sampling_option("--prompt-logprobs", "The same for the prompt's tokens.", **_NUMBER),
     _sampling_option("--include-stop-str-in-output", "Keep what stopped the text.", is_flag=True),
     _sampling_option("--ignore-eos", "Go on after an end-of-sequence token.", is_flag=True),
 )

@@ -222,5 +222,5 @@ class JobHandle:
 
 
 def _schema(spec: JobSpec) -> pa.Schema:
-    fields = [*result_schema(token_ids=spec.token_ids), *kept_schema(spec.kept)]
+    fields = [*result_schema(spec.optional_columns), *kept_schema(spec.kept)]
     return pa.schema(fields)

@@ -17,13 +17,14 @@ import torch
 from minisgl_batch.attention.base import AttnHeads, BackendSetup, ForwardContext, GraphBackend
 from minisgl_batch.attention.decode_buffers import DecodeBuffers
 from minisgl_batch.attention.registry import make_backend
-from minisgl_batch.batch import NO_EDITS, ScheduledBatch, SharingCosts
+from minisgl_batch.batch import NO_EDITS, ScheduledBatch, Scoring, SharingCosts
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.engine import memory
 from minisgl_batch.engine.graph import GraphParts, GraphRunner
 from minisgl_batch.engine.options import resolve
 from minisgl_batch.engine.sampler import sample_together
+from minisgl_batch.engine.scores import score_hidden, score_logits
 from minisgl_batch.engine.tables import MAX_UPLOAD, DeviceTables
 from minisgl_batch.engine.transfer import CudaTransfer, HostTokens, HostTransfer, Transfer
 from minisgl_batch.errors import InvalidParameterError
@@ -32,6 +33,7 @@ from minisgl_batch.kvcache.mha_pool import MHAKVCache
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.models.registry import make_model
 from minisgl_batch.models.weights import init_dummy_weights, load_weights
+from minisgl_batch.sampling_params import MAX_LOGPROBS
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +111,9 @@ class Engine:
         with self._on_stream():
             self._tables.apply(batch.edits)
             size = self._graphs.size_for(batch) if self._graphs is not None else None
-            tokens = self._run_eagerly(batch) if size is None else self._run_graph(batch, size)
-            return self._transfer.download(tokens)
+            return self._transfer.download(
+                *(self._run_eagerly(batch) if size is None else self._run_graph(batch, size))
+            )
 
     @property
     def sharing_costs(self) -> SharingCosts | None:
@@ -133,24 +136,37 @@ class Engine:
 
     # ------------------------------------------------------------------ steps
 
-    def _run_eagerly(self, batch: ScheduledBatch) -> torch.Tensor:
+    def _run_eagerly(self, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The step's tokens, and scores if it has any."""
         forward = self._tables.forward_batch(batch)
         self._attention.prepare_metadata(forward)
         context = ForwardContext(forward, self._attention, self._pool)
         hidden = self._model(forward.input_ids, forward.positions, context)
-        logits = self._model.logits(hidden)
         (rows,) = self._transfer.upload([batch.samples.nonzero()[0].astype("int32")])
         slots, kv_lens = forward.slots[rows], forward.kv_lens[rows]
-        return self._sample(logits, slots, kv_lens, batch)
+        logits = self._model.logits(hidden[: len(rows)])
+        tokens = self._sample(logits, slots, kv_lens, batch)
+        if batch.scoring is None:
+            return tokens, None
+        of_prompts = score_hidden(self._model, hidden[len(rows) :], forward.targets, batch.scoring.num_top)
+        return tokens, torch.cat([self._score_sampled(logits, tokens, batch.scoring), of_prompts])
 
-    def _run_graph(self, batch: ScheduledBatch, size: int) -> torch.Tensor:
+    def _run_graph(self, batch: ScheduledBatch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self._graphs is not None
         self._graphs.forward(batch, size)
+        logits, slots, kv_lens = self._graphs.last_step(batch)
         if batch.any_adjust:
             # Not in a graph, which would hold float32 logits and counts for all users, who mostly don't need them.
-            return self._sample(*self._graphs.last_step(batch), batch)
-        self._transfer.guard_tokens()
-        return self._graphs.sample(batch, size)
+            tokens = self._sample(logits, slots, kv_lens, batch)
+        else:
+            self._transfer.guard_tokens()
+            tokens = self._graphs.sample(batch, size)
+        return tokens, None if batch.scoring is None else self._score_sampled(logits, tokens, batch.scoring)
+
+    def _score_sampled(self, logits: torch.Tensor, tokens: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        """Scores of those sampled tokens for which they are wanted."""
+        (rows,) = self._transfer.upload([scoring.sampled])
+        return score_logits(self._model, logits[rows], tokens[rows], scoring.num_top)
 
     def _sample(
         self, logits: torch.Tensor, slots: torch.Tensor, kv_lens: torch.Tensor, batch: ScheduledBatch
@@ -224,9 +240,10 @@ class Engine:
         options = self.options
         max_pages = -(-self.max_seq_len // options.page_size)
         # No upload is larger than these together: a step's tokens and rows, the pages of shared prefixes, and edits.
-        step = 2 * options.max_prefill_tokens + 8 * options.max_running
+        step = 3 * options.max_prefill_tokens + 8 * options.max_running
         largest = step + (MAX_SHARED_GROUPS + 1) * max_pages + MAX_UPLOAD
-        return CudaTransfer(self._device, largest, options.max_running)
+        scored = options.max_running + options.max_prefill_tokens
+        return CudaTransfer(self._device, largest, options.max_running + scored * (2 + 2 * MAX_LOGPROBS))
 
     def _make_buffers(self) -> DecodeBuffers:
         assert isinstance(self._transfer, CudaTransfer)

@@ -49,6 +49,10 @@ def resolve(config: EngineConfig, model: ModelConfig, local_rank: int = 0) -> En
             "max_seq_len", f"{max_seq_len} is more than the model's context of {model.context_len} tokens"
         )
     dtype, page_size = _dtype(config.dtype, model.dtype, device), config.page_size or 16
+    if dtype == torch.float16 and not model.fits_float16:
+        raise InvalidParameterError(
+            "dtype", f"float16 can't hold what {model.architecture} computes: use bfloat16 or float32"
+        )
     group = model.num_heads // model.num_kv_heads
     shapes = AttnShapes(dtype, group, model.head_dim, page_size, model.limited_to(max_seq_len).has_windows)
     return EngineOptions(

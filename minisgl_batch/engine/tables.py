@@ -99,13 +99,14 @@ class DeviceTables:
         ends = np.cumsum(host.q_lens, dtype=np.int32)
         position = np.arange(ends[-1], dtype=np.int32) + (host.kv_lens - ends)[row_of_token]
         begins = host.new_pages >= 0
+        scored = _scored_tokens(host, ends)
         uploads = [
             host.slots[row_of_token],
             position,
             host.slots,
             host.kv_lens,
             np.append(np.int32(0), ends),
-            ends[host.samples] - 1,
+            np.concatenate([ends[host.samples] - 1, scored]),
             np.flatnonzero(begins).astype(np.int32),
             host.new_pages[begins],
         ]
@@ -126,7 +127,13 @@ class DeviceTables:
             page_table=self.page_table,
             token_pool=self.token_pool,
             sample_tokens=None if host.is_decode else sample_tokens,
+            targets=self._behind(token_slots, positions, sample_tokens[len(sample_tokens) - len(scored) :]),
         )
+
+    def _behind(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens behind some of a step's tokens, all int32."""
+        index = tokens.long()
+        return self.token_pool[slots[index].long(), positions[index].long() + 1]
 
     def sampling_rows(self, slots: torch.Tensor, kv_lens: torch.Tensor) -> SamplingRows:
         """What the sampler reads: the rows that sample, (num_samples,) int32 both, and every slot's values."""
@@ -162,6 +169,15 @@ class DeviceTables:
 
 
 _NOTHING: IntArray = np.empty(0, dtype=np.int32)
+
+
+def _scored_tokens(host: ScheduledBatch, ends: IntArray) -> IntArray:
+    """Which of a step's tokens score the prompt's token behind them; rows end at `ends` in the step."""
+    if host.scoring is None:
+        return _NOTHING
+    starts = (ends - host.q_lens)[host.scoring.rows].tolist()
+    pairs = zip(starts, host.scoring.counts.tolist(), strict=True)
+    return np.concatenate([_NOTHING, *(np.arange(start, start + count, dtype=np.int32) for start, count in pairs)])
 
 
 def _row_values(slot: int, sampling: EngineSampling, num_prompt: int) -> IntArray:

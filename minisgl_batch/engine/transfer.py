@@ -21,13 +21,21 @@ _NUM_BUFFERS = 4  # steps are at most two ahead of the device
 
 @dataclass(frozen=True, slots=True)
 class HostTokens:
-    """Tokens on their way to the host."""
+    """Tokens on their way to the host, and what was scored in the same step."""
 
-    array: IntArray  # (num_samples,)
+    array: IntArray  # the tokens, then the scores' words
+    num_tokens: int
     arrived: torch.cuda.Event | None
 
     def tokens(self) -> IntArray:
-        """The tokens; waits for them."""
+        """(num_samples,): the tokens; waits for them."""
+        return self._arrived()[: self.num_tokens]
+
+    def scores(self) -> IntArray:
+        """The scores' words, flat; waits for them."""
+        return self._arrived()[self.num_tokens :]
+
+    def _arrived(self) -> IntArray:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.array
@@ -41,8 +49,8 @@ class Transfer(ABC):
         """The arrays on the device, int32 each, in one copy."""
 
     @abstractmethod
-    def download(self, tokens: torch.Tensor) -> HostTokens:
-        """(num_samples,) int32 on the device, on their way to the host."""
+    def download(self, tokens: torch.Tensor, scores: torch.Tensor | None = None) -> HostTokens:
+        """(num_samples,) and (num_scored, num_words) int32 on the device, on their way to the host."""
 
     @abstractmethod
     def guard_tokens(self) -> None:
@@ -55,8 +63,8 @@ class HostTransfer(Transfer):
     def upload(self, arrays: Sequence[IntArray]) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in arrays]
 
-    def download(self, tokens: torch.Tensor) -> HostTokens:
-        return HostTokens(tokens.numpy(), None)
+    def download(self, tokens: torch.Tensor, scores: torch.Tensor | None = None) -> HostTokens:
+        return HostTokens(_joined(tokens, scores).numpy(), len(tokens), None)
 
     def guard_tokens(self) -> None:
         return  # nothing is copied
@@ -68,13 +76,13 @@ class CudaTransfer(Transfer):
     Args:
         device: the GPU.
         max_upload: int32 values of one upload.
-        max_tokens: tokens of one download.
+        max_download: int32 values of one download.
     """
 
-    def __init__(self, device: torch.device, max_upload: int, max_tokens: int) -> None:
+    def __init__(self, device: torch.device, max_upload: int, max_download: int) -> None:
         self._device = device
         self._uploads = PinnedRing(max_upload)
-        self._downloads = PinnedRing(max_tokens)
+        self._downloads = PinnedRing(max_download)
         self._stream = torch.cuda.Stream(device)
         self._copied: torch.cuda.Event | None = None
 
@@ -92,20 +100,25 @@ class CudaTransfer(Transfer):
         target[:num_values].copy_(pinned.tensor[:num_values], non_blocking=True)
         pinned.used.record()
 
-    def download(self, tokens: torch.Tensor) -> HostTokens:
+    def download(self, tokens: torch.Tensor, scores: torch.Tensor | None = None) -> HostTokens:
+        values = _joined(tokens, scores)
         pinned, made = self._downloads.take(), torch.cuda.Event()
         made.record()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(made)
-            pinned.tensor[: len(tokens)].copy_(tokens, non_blocking=True)
+            pinned.tensor[: len(values)].copy_(values, non_blocking=True)
             pinned.used.record()
-        tokens.record_stream(self._stream)
+        values.record_stream(self._stream)
         self._copied = pinned.used
-        return HostTokens(pinned.array[: len(tokens)], pinned.used)
+        return HostTokens(pinned.array[: len(values)], len(tokens), pinned.used)
 
     def guard_tokens(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
+
+
+def _joined(tokens: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
+    return tokens if scores is None else torch.cat([tokens, scores.flatten()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,11 @@ class ModelConfig:
             return round(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
 
+    @property
+    def fits_float16(self) -> bool:
+        """Whether float16 holds the activations; Gemma's grow too large."""
+        return not self.has_post_norms
+
     def limited_to(self, max_len: int) -> ModelConfig:
         """For sequences of at most `max_len` tokens, which is no more than the context."""
         return replace(self, max_len=max_len)
@@ -165,6 +170,7 @@ def load_model_config(path: Path) -> ModelConfig:
             family.rope_theta,
             may_be_partial=family.partial_rotary,
             by_layer_type=family.local_rope_theta is not None,
+            may_scale_queries=family.scales_queries,
         ),
         local_rope=read_local_rope(file, max_position_embeddings, family.local_rope_theta),
         activation=family.activation(file),
@@ -184,6 +190,13 @@ def load_model_config(path: Path) -> ModelConfig:
 
 def _complete(_file: ConfigFile, config: ModelConfig) -> ModelConfig:
     return config
+
+
+def _with_ministral3_rope(file: ConfigFile, config: ModelConfig) -> ModelConfig:
+    if file.child("rope_parameters") or file.child("rope_scaling"):
+        return config
+    rope = RopeConfig(theta=1e6, type="yarn", factor=16.0, original_context_len=16384, query_growth=0.1)
+    return replace(config, rope=rope)
 
 
 def _silu(file: ConfigFile) -> Activation:
@@ -286,6 +299,7 @@ class _Family:
     sliding_window: Callable[[ConfigFile, int], tuple[int | None, ...]] = _no_window
     partial_rotary: bool = False
     local_rope_theta: float | None = None
+    scales_queries: bool = False
     moe: Callable[[ConfigFile, int], MoEConfig | None] = no_experts
     complete: Callable[[ConfigFile, ModelConfig], ModelConfig] = _complete
 
@@ -315,6 +329,15 @@ _FAMILIES = {
         max_position_embeddings=131072,
         num_kv_heads=8,
         sliding_window=_window_by_layer_type,
+    ),
+    "Ministral3ForCausalLM": _Family(
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-5,
+        num_kv_heads=8,
+        head_dim=128,
+        sliding_window=_window_in_all_layers(None),
+        scales_queries=True,
+        complete=_with_ministral3_rope,
     ),
     "MistralForCausalLM": _Family(
         max_position_embeddings=131072,

@@ -5,8 +5,6 @@ Knows nothing of the architectures that can be run. Called by `config`.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from minisgl_batch.errors import ModelError
 from minisgl_batch.models.config_file import ConfigFile
 

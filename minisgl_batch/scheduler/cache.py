@@ -37,8 +37,11 @@ class CacheManager:
         return self._num_free + self._cache.num_evictable_pages
 
     def match(self, req: Req) -> tuple[PrefixHandle, IntArray]:
-        """The cached prefix of a waiting request and its pages; its last token is always computed."""
-        return self._cache.match(req.ids[:-1])
+        """The cached prefix of a waiting request and its pages; its last token is always computed.
+
+        A request that scores its prompt needs all of it computed.
+        """
+        return self._cache.match(req.ids[: 0 if req.scores_prompt else -1])
 
     def lock(self, prefix: PrefixHandle) -> None:
         self._cache.lock(prefix)

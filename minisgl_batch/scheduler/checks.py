@@ -45,6 +45,8 @@ def _checksum(batch: ScheduledBatch, value: int) -> int:
     arrays += [edits.page_index, edits.pages, edits.token_index, edits.tokens]
     if shared is not None:
         arrays += [shared.num_rows, shared.num_pages, shared.pages]
+    if (scoring := batch.scoring) is not None:
+        arrays += [scoring.sampled, scoring.rows, scoring.counts]
     for array in arrays:
         value = zlib.crc32(array.tobytes(), value)
     facts = (batch.num_decode, batch.any_filter, batch.any_adjust, edits.new_rows)

@@ -21,8 +21,7 @@ def main(config: FollowerConfig, status: StatusPipe) -> None:
         die_with_parent()
     links = join(config.engine, config.place)
     rank = Rank(config.engine, None, links)
-    status.ready()
-    status.start_beats(lambda: links.progress)
+    status.ready(lambda: links.progress)
     rank.scheduler.run()
     rank.close()
 

@@ -91,7 +91,7 @@ class PrefillManager:
                 break
             prefix, pages = self._cache.match(req)
             page = self._next_page(req, prefix, len(req.ids) - 1)
-            if page is not None and page in ahead:
+            if page is not None and page in ahead and not req.scores_prompt:
                 continue  # its prefix is being computed in this very step: in the next one it is in the cache
             if not self._admit(req, prefix, pages):
                 break

@@ -30,11 +30,13 @@ from minisgl_batch.messages import (
     EngineStats,
     NewRequest,
     RequestsRefused,
+    Scores,
     Shutdown,
     StepOutput,
     ToEngine,
 )
 from minisgl_batch.request import Req, ReqState
+from minisgl_batch.scheduler import scoring
 from minisgl_batch.scheduler.cache import CacheManager
 from minisgl_batch.scheduler.decode import NO_ROWS, DecodeManager, DecodeRows
 from minisgl_batch.scheduler.prefill import Piece, PrefillManager
@@ -50,6 +52,9 @@ class LaunchedStep(Protocol):
 
     def tokens(self) -> IntArray:
         """The sampled tokens, one for each row with `samples`; waits for them."""
+
+    def scores(self) -> IntArray:
+        """The words of `Scoring`, flat: those of sampled tokens, then those of prompts; waits for them."""
 
 
 class StepRunner(Protocol):
@@ -226,6 +231,7 @@ class Scheduler:
             edits=table.take_edits(),
             shared=rows.shared,
             any_adjust=bool((kv_lens[samples] < table.adjust_end[sampling_slots]).any()),
+            scoring=scoring.plan(table, slots, q_lens, kv_lens, samples),
         )
 
     def _launch(self, batch: ScheduledBatch) -> InFlight:
@@ -257,15 +263,23 @@ class Scheduler:
         finish = np.full(len(slots), NOT_FINISHED, dtype=np.uint8)
         finish[positions + 1 >= table.max_len[slots]] = FINISH_LENGTH
         finish[(tokens[:, None] == table.stop_ids[slots]).any(axis=1)] = FINISH_STOP
-        if len(slots):
-            self._report(slots, positions, tokens, finish)
+        scores = None if batch.scoring is None else scoring.scores(table, batch, done.step.scores())
+        if len(slots) or scores is not None:
+            self._report(slots, positions, tokens, finish, scores)
         for slot, position in zip(slots[finish > 0].tolist(), positions[finish > 0].tolist(), strict=True):
             req = self._req_at(slot)
             self.decode.estimate.finished(position + 1 - req.num_prompt, req.max_len - req.num_prompt)
             self._drain(req)
         self._release_drained(batch.slots)
 
-    def _report(self, slots: IntArray, positions: IntArray, tokens: IntArray, finish: npt.NDArray[np.uint8]) -> None:
+    def _report(
+        self,
+        slots: IntArray,
+        positions: IntArray,
+        tokens: IntArray,
+        finish: npt.NDArray[np.uint8],
+        scores: Scores | None,
+    ) -> None:
         table = self.table
         first = [self._req_at(slot) for slot in slots[positions == table.num_prompt[slots]].tolist()]
         first_cached = [req.num_cached for req in first]
@@ -280,6 +294,7 @@ class Scheduler:
                 first_uids=[req.uid for req in first],
                 first_cached=first_cached,
                 stats=self.stats(),
+                scores=scores,
             )
         )
 

@@ -49,6 +49,8 @@ class TableManager:
         self.stop_ids: IntArray = np.full((num_rows, 4), NO_TOKEN, dtype=np.int32)  # wider when a row needs it
         self.filtered: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.adjust_end: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self.num_logprobs: IntArray = np.full(num_rows, -1, dtype=np.int32)
+        self.num_prompt_logprobs: IntArray = np.full(num_rows, -1, dtype=np.int32)
 
         self._free_slots = list(range(max_running - 1, -1, -1))
         # Runs of flat positions that changed: (first, length). Their values are read when the edits are taken, so that
@@ -85,6 +87,8 @@ class TableManager:
         )
         adjusted = sampling.num_adjusted
         self.adjust_end[slot] = req.max_len if adjusted is None else min(req.num_prompt + adjusted, req.max_len)
+        self.num_logprobs[slot] = sampling.num_logprobs
+        self.num_prompt_logprobs[slot] = sampling.num_prompt_logprobs if req.scores_prompt else -1
         self.tokens[slot, :end] = req.ids
         # The model reads no token whose KV is cached; the sampler may.
         first = 0 if sampling.reads_tokens else num_cached
@@ -100,6 +104,13 @@ class TableManager:
         self.running[slot] = False
         req.slot = -1
         self._free_slots.append(slot)
+
+    def end_prompt_logprobs(self, slot: int) -> None:
+        """The row's prompt has all of its log-probabilities, also should the row be retracted."""
+        req = self.reqs[slot]
+        assert req is not None
+        req.scores_prompt = False
+        self.num_prompt_logprobs[slot] = -1
 
     def set_pages(self, slot: int, first: int, pages: IntArray) -> None:
         """The row's pages from its page number `first` on."""

@@ -2,12 +2,16 @@
 
 from minisgl_batch.tokenizer.detokenizer import Detokenizer, TextStream
 from minisgl_batch.tokenizer.input import ResolvedRequest, StopRules, derive_seed, resolve_request
+from minisgl_batch.tokenizer.logprobs import Logprob, LogprobCollector, Logprobs
 from minisgl_batch.tokenizer.output import FinishReason, OutputEvents, OutputProcessor, SampleOutput, TextDelta
 from minisgl_batch.tokenizer.tokenizer import ModelTokenizer, PromptInput, hide_torch
 
 __all__ = [
     "Detokenizer",
     "FinishReason",
+    "Logprob",
+    "LogprobCollector",
+    "Logprobs",
     "ModelTokenizer",
     "OutputEvents",
     "OutputProcessor",

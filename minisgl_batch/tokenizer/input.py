@@ -42,7 +42,8 @@ class ResolvedRequest:
 
     Attributes:
         prompt_ids: (num_tokens,) int32.
-        samples: sampling of each of the prompt's `n` samples; they differ in `sample_index` alone.
+        samples: sampling of each of the prompt's `n` samples; they differ in `sample_index`, and the first one alone
+            scores the prompt.
         stops: what ends each of them.
     """
 
@@ -111,6 +112,11 @@ def resolve_request(
             logit_bias=tuple(_set(params.logit_bias).items()),
             min_tokens=_set(params.min_tokens),
             bad_words=tokenizer.encode_words(params.bad_word_strings),
+            num_logprobs=_num_logprobs(params.logprobs, tokenizer.vocab_size),
+            # The prompt is the same for all samples.
+            num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, tokenizer.vocab_size)
+            if sample_index == 0
+            else -1,
         )
         for sample_index in range(_set(params.n))
     )
@@ -132,6 +138,10 @@ def _merged(layers: tuple[SamplingParams, ...]) -> SamplingParams:
     except InvalidParameterError as error:  # layers that are right by themselves may contradict each other
         raise RequestError("invalid_request", str(error)) from None
     return params
+
+
+def _num_logprobs(asked: int | None, vocab_size: int) -> int:
+    return -1 if asked is None else min(asked, vocab_size)
 
 
 def _check_rules(sampling: EngineSampling, vocab_size: int) -> None:

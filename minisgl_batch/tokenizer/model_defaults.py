@@ -68,11 +68,12 @@ def _context_length(config: dict[str, Any], file: Path) -> int:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     factor = rope.get("factor") or 1.0
-    # Phi's longrope was once called "yarn".
-    if rope_type in SELF_CONTAINED_ROPE_TYPES or "long_factor" in rope:
+    # Phi's longrope was once called "yarn". Gemma's configs count the scaling, which only some of its layers have.
+    if rope_type in SELF_CONTAINED_ROPE_TYPES or "long_factor" in rope or "rope_local_base_freq" in config:
         return int(length)
     if rope_type == "yarn":
-        length = rope.get("original_max_position_embeddings") or length
+        original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        return max(int(length), int((original or length) * factor))
     return int(length * factor)
 
 

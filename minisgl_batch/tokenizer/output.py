@@ -21,10 +21,12 @@ from minisgl_batch.messages import (
     FINISH_STOP,
     NOT_FINISHED,
     RequestsRefused,
+    Scores,
     StepOutput,
 )
 from minisgl_batch.tokenizer.detokenizer import Detokenizer, TextStream
 from minisgl_batch.tokenizer.input import StopRules
+from minisgl_batch.tokenizer.logprobs import LogprobCollector, Logprobs, prompt_scores, sampled_scores
 from minisgl_batch.tokenizer.stop import StopScanner
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -62,6 +64,8 @@ class SampleOutput:
         prompt_tokens, cached_tokens: of the prompt, and how many of them came from the prefix cache.
         first_token_s: when the first token arrived, on the caller's clock; None when none did.
         error: why the engine refused it, with finish_reason "error".
+        logprobs: of `token_ids`, and
+        prompt_logprobs: of the prompt's tokens but the first, if they were asked for and the request wasn't aborted.
     """
 
     uid: int
@@ -73,6 +77,8 @@ class SampleOutput:
     cached_tokens: int
     first_token_s: float | None
     error: RequestError | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,9 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, uid: int, *, prompt_tokens: int, stops: StopRules) -> None:
+    def add(self, uid: int, *, prompt_tokens: int, stops: StopRules, logprobs: LogprobCollector | None = None) -> None:
         """Expect output of a request; call before the engine gets it."""
-        state = _RequestState(uid, prompt_tokens, stops)
+        state = _RequestState(uid, prompt_tokens, stops, logprobs=logprobs)
         if stops.strings:
             state.start_text(self._detokenizer)
         self._live[uid] = state
@@ -118,6 +124,8 @@ class OutputProcessor:
             if (state := live.get(uid)) is not None and state.first_token_s is None:
                 state.first_token_s = now_s
                 state.cached_tokens = num_cached
+        if step.scores is not None:
+            self._take_scores(step.scores)
         uids = np.frombuffer(step.uids, dtype="<i8").tolist()
         tokens = np.frombuffer(step.tokens, dtype="<i4").tolist()
         # This loop runs once per row and step; most rows leave it after the append.
@@ -130,6 +138,14 @@ class OutputProcessor:
             if finish or state.text is not None:
                 self._advance(state, token, finish, events)
         return events
+
+    def _take_scores(self, scores: Scores) -> None:
+        for uid, words in sampled_scores(scores):
+            if (state := self._live.get(uid)) is not None and state.logprobs is not None:
+                state.logprobs.add_output(words, scores.num_top)
+        for uid, position, parts in prompt_scores(scores):
+            if (state := self._live.get(uid)) is not None and state.logprobs is not None:
+                state.logprobs.add_prompt(position, parts, scores.num_top)
 
     def watch(self, uid: int) -> str | None:
         """Report the request's text as deltas from now on.
@@ -203,6 +219,7 @@ class OutputProcessor:
             return False
         del self._live[state.uid]
         token_ids = state.token_ids.tolist()
+        logprobs = state.logprobs if reason in ("stop", "length") else None
         events.finished.append(
             SampleOutput(
                 uid=state.uid,
@@ -214,6 +231,8 @@ class OutputProcessor:
                 cached_tokens=state.cached_tokens,
                 first_token_s=state.first_token_s,
                 error=error,
+                logprobs=None if logprobs is None else logprobs.output(token_ids),
+                prompt_logprobs=None if logprobs is None else logprobs.prompt(),
             )
         )
         return True
@@ -231,6 +250,7 @@ class _RequestState:
     watched: bool = False
     cached_tokens: int = 0
     first_token_s: float | None = None
+    logprobs: LogprobCollector | None = None
 
     def start_text(self, detokenizer: Detokenizer) -> _GrowingText:
         """Make the text while it grows from now on, beginning with the tokens that are here."""

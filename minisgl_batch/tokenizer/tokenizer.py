@@ -65,6 +65,7 @@ class ModelTokenizer:
         self._fast.no_padding()
         self.detokenizer: Detokenizer = make_detokenizer(self._fast)
         self.default_sampling: SamplingParams = defaults.sampling
+        self._token_texts: dict[int, str] = {}
         self._words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {(): ()}
         self.max_len = defaults.max_len
         self.vocab_size = defaults.vocab_size
@@ -214,6 +215,13 @@ class ModelTokenizer:
             known = tuple(dict.fromkeys(ids for word in words for ids in self._spellings(word)))
             self._words = {words: known}  # most rows have those of the row before
         return known
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a token by itself, special ones included; half a character is the replacement character."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self._fast.decode([token_id], skip_special_tokens=False)
+        return text
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         stem = word.lstrip() or word

@@ -42,13 +42,13 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--repeat", type=int, default=1)
     given = parser.parse_args()
-    bench = Bench(EngineConfig(model=given.model, dummy_weights=True, max_running=256))
-    engine = bench.engine.scheduler._engine
-    assert isinstance(engine, Engine)
-    for _ in range(given.repeat):
-        for variant in given.variants:
-            vary(bench, engine, variant)
-            print(json.dumps({"variant": variant} | json.loads(bench.run(given.workload).line())), flush=True)
+    with Bench(EngineConfig(model=given.model, dummy_weights=True, max_running=256)) as bench:
+        engine = bench.engine.scheduler._engine
+        assert isinstance(engine, Engine)
+        for _ in range(given.repeat):
+            for variant in given.variants:
+                vary(bench, engine, variant)
+                print(json.dumps({"variant": variant} | json.loads(bench.run(given.workload).line())), flush=True)
 
 
 if __name__ == "__main__":

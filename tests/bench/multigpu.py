@@ -44,15 +44,15 @@ def times_us(tp: TPGroup, hidden_size: int, num_rows: int) -> dict[str, float]:
     stream, weight = torch.zeros_like(x), torch.ones_like(x[0])
     kernels = []
     for blocks in BLOCKS:
-        kernels.append(OneShotAllReduce(tp.rank, tp.size, num_bytes, x.device, max_blocks=blocks))
+        kernels.append(OneShotAllReduce(tp.rank, tp.size, num_bytes, x.device, blocks))
         kernels[-1].connect(comm._exchange(kernels[-1].handle))
         calls[f"one_shot_{blocks}"] = partial(kernels[-1].all_reduce, x)
         if kernels[-1].takes_rows(x):
             calls[f"norm_{blocks}"] = partial(kernels[-1].add_rms_norm, x, stream, weight, 1e-6)
             calls[f"norm_in_place_{blocks}"] = partial(add_in_place, kernels[-1], x, stream, weight)
-    window = comm.nccl.new_window(num_bytes)
-    if window is not None:
-        inside = window.zero_().view(torch.bfloat16).view(shape)
+    if comm._window is not None:
+        inside = comm._window[:num_bytes].view(torch.bfloat16).view(shape)
+        inside.zero_()
         calls["nccl_window"] = lambda: comm.nccl.all_reduce(inside, inside)
     found = measure(tp, calls)
     tp.gather_numbers(0)
@@ -117,9 +117,7 @@ def main() -> None:
     lines: dict[int, dict[str, Any]] = {num_rows: {} for num_rows in given.rows}
     gpu_means = ((True, times_us), (False, torch_us))
     for use_pynccl, function in gpu_means if given.device == "cuda" else ((False, gloo_us),):
-        # A quicker start, which hasn't been tried with GPUs.
-        preload = "" if given.device == "cuda" else "tests.bench.multigpu"
-        pool = RankPool(given.tp, given.device, use_pynccl=use_pynccl, preload=preload)
+        pool = RankPool(given.tp, given.device, use_pynccl=use_pynccl)
         (means, *_) = pool.run(prepare, max(given.rows) * given.hidden_size * 2)
         print(means, flush=True)
         for num_rows, line in lines.items():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from minisgl_batch.client import Client
+from tests.jobs.helpers import wait_for
 from tests.processes import Command
 
 Start = Callable[..., Command]
@@ -20,6 +22,7 @@ def home() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mb-") as folder:
         (Path(folder) / "tmp").mkdir()
         yield Path(folder)
+        wait_for("the end of Redis", lambda: not any(Path(folder).rglob("redis.sock")))
 
 
 @pytest.fixture
@@ -40,6 +43,12 @@ def worker(home: Path) -> Iterator[Command]:
         yield command
         command.signal(signal.SIGINT)
         command.finish()
+
+
+def make_client(home: Path) -> Client:
+    """A client of the Redis that the commands in `home` share."""
+    (socket,) = home.rglob("redis.sock")
+    return Client(f"unix://{socket}")
 
 
 def make_command(home: Path, *args: object, **options: object) -> Command:

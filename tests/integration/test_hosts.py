@@ -20,9 +20,9 @@ from tests.jobs.helpers import wait_for
 from tests.minisgl_batch.cli.conftest import write_rows
 from tests.processes import Command
 
-NUM_ROWS = 60
+NUM_ROWS, NUM_TOKENS = 36, 30
 PORT = 6379
-ENGINE = ("--model", "demo", "--num-pages", 1024, "--max-running", 8)
+ENGINE = ("--model", "demo", "--num-pages", 1024, "--max-running", 16)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ class Service:
 
     def submit(self, host: int, folder: Path) -> Path:
         source = write_rows(folder / "rows.jsonl", [{"prompt": f"{i} + 1 ="} for i in range(NUM_ROWS)])
-        options = ("--max-tokens", 40, "--ignore-eos", "--chunk-rows", 5, "--output", folder / "out")
+        options = ("--max-tokens", NUM_TOKENS, "--ignore-eos", "--chunk-rows", 5, "--output", folder / "out")
         with self.start(host, "submit", source, "--model", "demo", *options) as submitting:
             submitting.finish()
         return folder / "out"
@@ -70,11 +70,11 @@ def check(output: Path) -> None:
     wait_for("the dataset", (output / "_SUCCESS").exists, 120)
     table = ds.dataset(output, format="parquet").to_table()
     assert table["row_index"].to_pylist() == list(range(NUM_ROWS))
-    assert set(table["completion_tokens"].to_pylist()) == {40}
+    assert set(table["completion_tokens"].to_pylist()) == {NUM_TOKENS}
 
 
 def test_groups_on_two_hosts_share_a_queue(service: Service, tmp_path: Path) -> None:
-    with service.start(0, "worker", *ENGINE, "--lease-s", 4) as here, service.start(1, "worker", *ENGINE) as there:
+    with service.start(0, "worker", *ENGINE, "--lease-s", 2) as here, service.start(1, "worker", *ENGINE) as there:
         here.wait_for("serving jobs for demo")
         there.wait_for("serving jobs for demo")
         output = service.submit(1, tmp_path)
@@ -86,7 +86,7 @@ def test_groups_on_two_hosts_share_a_queue(service: Service, tmp_path: Path) -> 
 
 
 def test_one_group_over_two_hosts(hosts: TwoHosts, service: Service, tmp_path: Path) -> None:
-    options = (*ENGINE, "--tp", 2, "--nodes", 2, "--rendezvous", f"{hosts.addresses[0]}:29611", "--lease-s", 4)
+    options = (*ENGINE, "--tp", 2, "--nodes", 2, "--rendezvous", f"{hosts.addresses[0]}:29611", "--lease-s", 2)
     with (
         service.start(1, "worker", *options, "--node-rank", 1) as second,
         service.start(0, "worker", *options, "--node-rank", 0) as first,

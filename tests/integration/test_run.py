@@ -64,6 +64,7 @@ def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Pa
     assert "1 of 2 rows can't be used" in refused.stderr
     assert os.listdir(tmp_path) == ["in.jsonl"]
     options = ("--on-error", "record", "--chat", "--job-id", "mine", "--verbose", "--served-model-name", "x")
+    options += ("--logprobs", "2", "--prompt-logprobs", "0")
     with start("run", source, "--model", "demo", *options) as run:
         run.finish(code=1)
     assert run.stdout == f"{tmp_path / 'outputs' / 'mine'}\n"
@@ -72,6 +73,13 @@ def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Pa
     assert "KV cache of" in run.stderr  # the worker's log
     manifest = json.loads((tmp_path / "outputs" / "mine" / "_manifest.json").read_text())
     assert (manifest["model"], manifest["state"]) == ("x", "partial")
+    good, bad = pq.read_table(tmp_path / "outputs" / "mine").to_pylist()
+    tokens = "".join(entry["token"] for entry in good["logprobs"])
+    assert tokens.startswith(good["text"])
+    assert {len(entry["top_logprobs"]) for entry in good["logprobs"]} == {2}
+    assert good["prompt_logprobs"][0] is None
+    assert "65 + 983 =" in "".join(entry["token"] for entry in good["prompt_logprobs"][1:])
+    assert (bad["logprobs"], bad["prompt_logprobs"]) == (None, None)
 
 
 def test_an_interrupt_keeps_what_is_finished(start: Start, tmp_path: Path) -> None:

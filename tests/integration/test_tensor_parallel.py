@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,23 +12,31 @@ import psutil
 import pyarrow.dataset as ds
 import pytest
 
-from tests.integration.conftest import Start, make_command
+from minisgl_batch.client import Client, JobHandle
+from minisgl_jobs.model import JobState
+from tests.integration.conftest import Start, make_client, make_command
 from tests.jobs.helpers import wait_for
-from tests.minisgl_batch.cli.conftest import write_rows
 from tests.processes import Command
 
-NUM_ROWS = 160
+NUM_ROWS = 24
 RANKS = {0: "minisgl_workers.rank", 1: "minisgl_batch.scheduler.follower"}
 AGAIN_S = 60.0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair(home: Path) -> Iterator[Command]:
     """A worker group of two ranks that notices a hang within seconds."""
     options = ("--model", "demo", "--tp", 2, "--num-pages", 1024, "--max-running", 8)
-    with make_command(home, "worker", *options, "--hang-s", 5, "--lease-s", 4) as command:
+    with make_command(home, "worker", *options, "--hang-s", 8, "--lease-s", 2) as command:
         command.wait_for("serving jobs for demo")
         yield command
+
+
+@pytest.fixture
+def api(home: Path, pair: Command) -> Iterator[Client]:
+    pair.wait_for("serving")  # it has started the Redis
+    with make_client(home) as made:
+        yield made
 
 
 def rank_pids(worker: Command) -> dict[int, int]:
@@ -40,34 +46,42 @@ def rank_pids(worker: Command) -> dict[int, int]:
     return {rank: pid for rank, module in RANKS.items() for pid, line in lines.items() if module in line}
 
 
-def test_ranks_die_and_hang_and_the_dataset_is_complete(pair: Command, start: Start, tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i} + 1 ="} for i in range(NUM_ROWS)])
-    options = ("--max-tokens", 40, "--ignore-eos", "--chunk-rows", 20, "--seed", 1)
-    with start("submit", source, "--model", "demo", "--output", tmp_path / "out", *options) as submitting:
-        job_id = submitting.finish().stdout.strip()
-    attacks = [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
-    random.shuffle(attacks)
-    for number, (rank, attack) in enumerate(attacks):
-        started = time.monotonic()
-        pause_s = random.uniform(0.1, 0.5)
-        wait_for("a random moment", lambda: time.monotonic() - started > pause_s)  # noqa: B023 - called at once
-        assert not (tmp_path / "out" / "_SUCCESS").exists(), "the job was over before the attack"
-        os.kill(rank_pids(pair)[rank], attack)
-        wait_for("the group's end", lambda: pair.stderr.count("starting the group again") > number, AGAIN_S)  # noqa: B023
-        wait_for("the group's return", lambda: pair.stderr.count("serving") > number + 1, AGAIN_S)  # noqa: B023
-    assert "rank 1 hangs" in pair.stderr
-    assert "rank 0 was killed by SIGKILL" in pair.stderr
-    assert "rank 1 was killed by SIGKILL" in pair.stderr
-    wait_for("the dataset", (tmp_path / "out" / "_SUCCESS").exists, 120)
+@pytest.mark.parametrize(
+    ("rank", "attack", "said"),
+    [
+        (0, signal.SIGKILL, "rank 0 was killed by SIGKILL; starting the group again"),
+        (1, signal.SIGKILL, "rank 1 was killed by SIGKILL; starting the group again"),
+        (1, signal.SIGSTOP, "rank 1 hangs: silent for 4 s; starting the group again"),
+    ],
+    ids=["rank 0 dies", "rank 1 dies", "rank 1 hangs"],
+)
+def test_a_rank_dies_or_hangs_and_the_dataset_is_complete(
+    rank: int, attack: signal.Signals, said: str, pair: Command, api: Client, tmp_path: Path
+) -> None:
+    lengths = [random.randint(8, 32) for _ in range(NUM_ROWS)]
+    rows = [{"prompt": f"{i} + 1 =", "max_tokens": length} for i, length in enumerate(lengths)]
+    pid, moment = rank_pids(pair)[rank], random.randint(1, NUM_ROWS // 2)
+    job = api.submit(rows, model="demo", output=tmp_path / "out", chunk_rows=4, ignore_eos=True)
+    wait_for("a random moment", lambda: num_ended(job) >= moment, AGAIN_S)
+    os.kill(pid, attack)
+    assert not job.status().state.is_final, "the job was over before the attack"
+    pair.wait_for(said)
+    assert job.wait(AGAIN_S).state is JobState.FINISHED
     table = ds.dataset(tmp_path / "out", format="parquet").to_table()
+    assert (tmp_path / "out" / "_SUCCESS").exists()
     assert table["row_index"].to_pylist() == list(range(NUM_ROWS))
     assert set(table["status"].to_pylist()) == {"ok"}
-    assert set(table["completion_tokens"].to_pylist()) == {40}
-    with start("status", job_id, "--json") as status:
-        assert json.loads(status.finish().stdout)["state"] == "finished"
+    assert table["completion_tokens"].to_pylist() == lengths
+
+
+def num_ended(job: JobHandle) -> int:
+    """Rows that no death takes away."""
+    status = job.status()
+    return status.rows_done + status.num_spooled
 
 
 def test_no_rank_survives_its_supervisor(pair: Command) -> None:
+    """The last one with this group."""
     pids = rank_pids(pair)
     assert set(pids) == {0, 1}
     os.kill(pids[1], signal.SIGSTOP)  # so that it can't do anything for it

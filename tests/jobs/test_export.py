@@ -39,7 +39,7 @@ RESULTS = [
     ),
     RowResult(row_index=2, custom_id="c", status="error", finish_reason="error", error=RowError("worker_lost", "why")),
 ]
-TABLE = results_to_table(RESULTS, token_ids=True)
+TABLE = results_to_table(RESULTS, {"output_token_ids"})
 
 
 def export(export_format: Any, table: Any = TABLE, **options: Any) -> tuple[int, bytes]:

@@ -17,7 +17,7 @@ def test_columns_are_those_of_the_documentation() -> None:
     names = "row_index sample_index custom_id status text finish_reason stop_reason prompt_tokens cached_tokens"
     names += " completion_tokens seed error_type error_message model queued_at started_at finished_at ttft_ms metadata"
     assert result_schema().names == names.split()
-    with_ids = result_schema(token_ids=True)
+    with_ids = result_schema({"output_token_ids"})
     assert with_ids.field("output_token_ids").type == pa.list_(pa.int32())
     assert with_ids.field("row_index").type == pa.int64()
     assert with_ids.field("seed").type == pa.int64()
@@ -41,7 +41,7 @@ def test_values_nulls_and_order() -> None:
     )
     failed = RowResult(row_index=7, status="error", finish_reason="error", error=RowError("worker_lost", "why"))
     empty = RowResult(row_index=6)
-    first, second, third = results_to_table([ok, failed, empty], token_ids=True).to_pylist()
+    first, second, third = results_to_table([ok, failed, empty], {"output_token_ids"}).to_pylist()
     assert [first["row_index"], second["sample_index"], third["sample_index"]] == [6, 0, 1]
     assert (first["text"], first["custom_id"], first["metadata"], first["queued_at"]) == ("", None, None, None)
     assert (second["text"], second["error_type"], second["error_message"]) == (None, "worker_lost", "why")
@@ -53,7 +53,7 @@ def test_values_nulls_and_order() -> None:
 def test_results_come_back_from_a_table() -> None:
     ok = RowResult(row_index=1, custom_id="é", text="a", output_token_ids=[1], queued_at=1.5, started_at=2.25, seed=7)
     cut = RowResult(row_index=2, text="half", status="error", finish_reason="abort", error=RowError("aborted", "why"))
-    table = results_to_table([ok, cut], token_ids=True)
+    table = results_to_table([ok, cut], {"output_token_ids"})
     assert list(table_to_results(table)) == [ok, cut]
     assert list(table_to_results(results_to_table([RowResult(row_index=0)]))) == [RowResult(row_index=0)]
 

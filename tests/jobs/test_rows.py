@@ -109,6 +109,26 @@ def test_api_fields_that_change_nothing_are_passed_over() -> None:
     assert row == Row(row_index=0, prompt="a")
 
 
+@pytest.mark.parametrize(
+    ("fields", "num_logprobs"),
+    [
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+        ({"logprobs": 5, "top_logprobs": 5}, 5),
+        ({"logprobs": 0}, 0),
+        ({"logprobs": False}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"top_logprobs": None}, None),
+        ({"sampling_params": {"logprobs": 3}}, 3),
+    ],
+    ids=str,
+)
+def test_logprobs_as_chats_completions_and_vllm_ask_for_them(fields: dict[str, Any], num_logprobs: int | None) -> None:
+    (row,) = read({"prompt": "a", **fields})
+    assert row.params == SamplingParams(logprobs=num_logprobs)
+
+
 def test_text_parts_are_joined_and_tool_messages_stay() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     (row,) = read(
@@ -180,7 +200,7 @@ def test_template_fills_columns_and_leaves_settings() -> None:
         ({"text": "a", "prompt": "b"}, "prompt", "stands beside a template"),
         ({"text": "a", "max_token": 5}, "max_token", "isn't a known field"),
         ({"text": "a", "max_new_tokens": 5}, "max_new_tokens", "isn't a known field"),
-        ({"text": "a", "logprobs": True}, "logprobs", "isn't supported (it is true)"),
+        ({"text": "a", "echo": True}, "echo", "isn't supported (it is true)"),
         ({"text": "a", "max_tokens": 0}, "max_tokens", "must be between 1 and 16777216, got 0"),
     ],
 )

@@ -82,6 +82,17 @@ def test_rows_of_a_program(tmp_path: Path) -> None:
         assert first.spec.job_id != second.spec.job_id
 
 
+def test_columns_that_the_job_or_any_row_asks_for(tmp_path: Path) -> None:
+    def columns(rows: list[object], **params: int) -> frozenset[str]:
+        with prepare(rows, model="m", output=tmp_path, params=SamplingParams(**params), chunk_rows=1) as submission:
+            return submission.spec.optional_columns
+
+    asking = {"prompt": "b", "logprobs": True}
+    assert columns(["a", "b"]) == frozenset()
+    assert columns(["a", asking, "c"]) == {"logprobs"}
+    assert columns(["a"], logprobs=0, prompt_logprobs=0) == {"logprobs", "prompt_logprobs"}
+
+
 def test_all_faults_are_found_and_nothing_is_left(tmp_path: Path) -> None:
     source = write_lines(
         tmp_path / "in.jsonl", [{"prompt": "a"}, "{", {"prompt": 1}, {"prompt": "b"}, {"max_tokens": 1}]

@@ -48,9 +48,10 @@ def test_experts(device: torch.device, dtype: torch.dtype, renormalize: bool) ->
     [
         Tile(16, 1, first=Cut(32, 32, 1, 4, 3), second=Cut(16, 64, 2, 4, 2)),
         Tile(16, 3, first=Cut(16, 64, 4, 4, 2), second=Cut(32, 16, 1, 4, 3)),
+        Tile(16, 2, first=Cut(64, 64, 2, 4, 2), second=Cut(32, 32, 1, 4, 3)),
         Tile(32, 3, first=Cut(128, 16, 8, 4, 3), second=Cut(64, 64, 8, 4, 3)),
     ],
-    ids=["16", "3 x 16", "3 x 32"],
+    ids=["16", "3 x 16", "2 x 16", "3 x 32"],
 )
 def test_any_tile_gives_the_same(device: torch.device, tile: Tile) -> None:
     """Sizes that are no multiples of the tile's; experts with no, few and several blocks of rows."""
@@ -79,7 +80,7 @@ def test_routing_picks_what_the_twin_picks(device: torch.device, dtype: torch.dt
         torch.testing.assert_close(got.weights, weights, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("units", [1, 3])
+@pytest.mark.parametrize("units", [1, 2, 3])
 def test_rows_of_an_expert_are_its_tokens(device: torch.device, units: int) -> None:
     num_tokens, num_experts, top_k, unit = random.randrange(1, 70), random.randrange(3, 20), 3, 4
     logits = torch.randn(num_tokens, num_experts, device=device)

@@ -112,7 +112,7 @@ class EchoWorker(threading.Thread):
 
     def _commit(self, lease: Lease, chunk: ChunkRows, results: Sequence[RowResult]) -> None:
         spec, folder, num_rows = lease.spec, Path(lease.spec.output), len(chunk.rows)
-        table = results_to_table(results, token_ids=spec.token_ids)
+        table = results_to_table(results, spec.optional_columns)
         table = add_columns(table, chunk.kept, lease.rows.start, spec.kept)
         info = PartInfo(
             job_id=spec.job_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,31 @@ def test_what_changes_logits(llm: LLM) -> None:
     assert text(logit_bias={two: 100}, frequency_penalty=2, presence_penalty=2, stop_token_ids=[four]).startswith("22")
     assert len(text(min_tokens=6)) > 2
     assert text(stop=["4", "2"], min_tokens=1) == "4"
+
+
+def test_logprobs_as_vllm_has_them(llm: LLM) -> None:
+    params = SamplingParams(logprobs=2, prompt_logprobs=1, n=2, temperature=1.0, max_tokens=3, ignore_eos=True)
+    (output,) = llm.generate(QUESTION, params, progress=False)
+    for sample in output.outputs:
+        assert sample.logprobs is not None
+        assert len(sample.logprobs) == 3
+        for token, entries in zip(sample.token_ids, sample.logprobs, strict=True):
+            assert entries[token].decoded_token == llm.get_tokenizer().decode([token])
+            assert {1, 2} <= {entry.rank for entry in entries.values()} <= {1, 2, entries[token].rank}
+            assert sum(math.exp(entry.logprob) for entry in entries.values()) < 1 + 1e-4
+        chosen = [entries[token].logprob for token, entries in zip(sample.token_ids, sample.logprobs, strict=True)]
+        assert sample.cumulative_logprob == pytest.approx(sum(chosen))
+    prompt_logprobs = output.prompt_logprobs
+    assert prompt_logprobs is not None
+    assert prompt_logprobs[0] is None
+    assert [token in entries for token, entries in zip(output.prompt_token_ids[1:], prompt_logprobs[1:], strict=True)]
+    (plain,) = llm.generate(QUESTION, SamplingParams(max_tokens=1), progress=False)
+    assert (plain.prompt_logprobs, plain.outputs[0].logprobs, plain.outputs[0].cumulative_logprob) == (None, None, None)
+
+
+def test_a_prompt_of_one_token_has_no_logprobs_of_its_own(llm: LLM) -> None:
+    (output,) = llm.generate([[5]], SamplingParams(max_tokens=1, prompt_logprobs=3), progress=False)
+    assert output.prompt_logprobs == [None]
 
 
 def test_unservable_prompt_is_named_and_nothing_runs(llm: LLM) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,31 @@ from tests.processes import environment
 
 ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
 DEATH_S = 20.0  # "within seconds", on a machine that does much else
+SHORT_S, IDLE_S = 2.0, 10.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def idle() -> Iterator[tuple[LLM, float]]:
+    """Ranks that wait `SHORT_S` for each other at most, and when they ran out of work: it is while other tests run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, "COLLECTIVE_TIMEOUT_S", SHORT_S)
+        llm = _warmed_up()
+    with llm:
+        yield llm, time.monotonic()
+
+
+def _warmed_up(num_tries: int = 5) -> LLM:
+    """On a busy machine the limit may be too short for a rank's first steps, which load what they need."""
+    try:
+        with ExitStack() as failing:
+            llm = failing.enter_context(LLM("demo", dtype="float32", tp=2))
+            assert llm.chat(MESSAGES, progress=False)[0].outputs[0].text == "42"
+            failing.pop_all()
+            return llm
+    except WorkerError:
+        if num_tries == 1:
+            raise
+        return _warmed_up(num_tries - 1)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +83,6 @@ def test_leaving_a_stream_ends_its_requests_on_all_ranks(pair: LLM) -> None:
         break
     assert pair.stats().num_running == 0
     assert pair.chat(MESSAGES, progress=False)[0].outputs[0].text == "42"
-
-
-def test_idle_ranks_wait_longer_than_any_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "COLLECTIVE_TIMEOUT_S", 2.0)
-    with LLM("demo", dtype="float32", tp=2) as llm:
-        assert llm.chat(MESSAGES, progress=False)[0].outputs[0].text == "42"
-        time.sleep(10)  # what is tested
-        assert llm.chat(MESSAGES, progress=False)[0].outputs[0].text == "42"
 
 
 def test_the_channel_of_ticks_has_no_limits(tmp_path: Path) -> None:
@@ -99,13 +117,6 @@ def test_a_follower_that_dies_is_named_and_the_others_end() -> None:
         with pytest.raises(WorkerError, match=r"make a new one: .*rank 2 was killed"):
             llm.generate("more", progress=False)
     assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def test_a_follower_that_dies_while_idle_is_named() -> None:
-    with LLM("demo", dtype="float32", tp=2) as llm:
-        os.kill(child_pids(llm)[0], signal.SIGKILL)
-        with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
-            llm.generate(MESSAGES, ENDLESS, progress=False)
 
 
 def test_a_follower_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +161,12 @@ def test_followers_die_with_their_parent() -> None:
 def test_wrong_options_are_named(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         LLM(**options)  # type: ignore[arg-type]
+
+
+def test_idle_ranks_wait_longer_than_any_limit_and_one_that_dies_is_named(idle: tuple[LLM, float]) -> None:
+    llm, since = idle
+    time.sleep(max(0.0, since + IDLE_S - time.monotonic()))  # what is tested
+    assert llm.chat(MESSAGES, progress=False)[0].outputs[0].text == "42"
+    os.kill(child_pids(llm)[0], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
+        llm.generate(MESSAGES, ENDLESS, progress=False)

@@ -40,6 +40,8 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1), reals(-100, 100) | st.integers(-100, 100), max_size=3),
     "min_tokens": st.integers(0, 100),
     "bad_words": STRINGS | st.lists(STRINGS, max_size=3),
+    "logprobs": st.integers(0, 20),
+    "prompt_logprobs": st.integers(0, 20),
 }
 PARAMS = st.fixed_dictionaries({}, optional=GOOD)
 ANYTHING = st.recursive(
@@ -108,6 +110,8 @@ def test_anything_else_is_refused_by_the_fields_name(field: str, value: Any) -> 
             ],
         ),
         ("stop_token_ids", [5, [None], [1.0], [True], [-1], ["5"]]),
+        ("logprobs", [-1, 21, True, 1.5]),
+        ("prompt_logprobs", [-1, 21, "1"]),
         ("min_tokens", [-1, 1.5, True, 1 << 25]),
         ("bad_words", [5, [5], [""], "", ["\ud800"], ["a"] * 2049]),
     ],

@@ -86,7 +86,7 @@ class Group:
         error = RequestError("refused", "as the test wishes") if fails else None
         text = f"{row.prompt} {sample} in epoch {work.lease.epoch}"
         output = SampleOutput(0, "" if fails else text, [1, 2], "error" if fails else "stop", None, 3, 0, None, error)
-        work.finish(row, sample, 7, time.time(), output)
+        work.finish(row, sample, 7, time.time(), output, str)
 
     def commit(self, work: ChunkWork, *, is_renamed: bool = True) -> None:
         """Wait until a complete chunk is committed and, unless that is to fail, its rename confirmed."""

@@ -152,8 +152,7 @@ def main(config: EchoConfig, status: StatusPipe) -> None:
     link = EngineSide(Path(config.sockets))
     engine = EchoEngine(config, link)
     link.send(Ready(MAX_SEQ_LEN, config.max_running, 0, 0, {"device": "echo"}))
-    status.ready()
-    status.start_beats(lambda: link.progress)
+    status.ready(lambda: link.progress)
     engine.run()
     link.close()
 

@@ -1,10 +1,14 @@
-"""Which of several failures a group is said to have died of."""
+"""When a process counts as hanging, and which of several failures a group is said to have died of."""
 
 from __future__ import annotations
 
-from minisgl_batch.child_process import ChildFailed
+import time
+from pathlib import Path
+
+from minisgl_batch.child_process import ChildBeat, ChildFailed, ChildPlan, ChildReady
 from minisgl_batch.errors import RankLostError
-from minisgl_workers.children import Children
+from minisgl_workers.children import Children, _Child
+from tests.workers.toy_child import ToyConfig
 
 
 def test_a_rank_that_lost_another_one_is_not_the_cause() -> None:
@@ -16,3 +20,33 @@ def test_a_rank_that_lost_another_one_is_not_the_cause() -> None:
     assert children.failure == killed
     children._fail([echo])
     assert children.failure == echo
+
+
+def hanging(children: Children, **heard_s: tuple[float, float]) -> list[str]:
+    """What is said of processes that last beat, and last got on, so many seconds ago."""
+    now = time.monotonic()
+    for name, (beat_s, progress_s) in heard_s.items():
+        plan = ChildPlan(name, "", ToyConfig(name, "", ""))
+        children._children.append(_Child(plan, None, now, got_on=now - progress_s, heard=now - beat_s))
+    failures: list[ChildFailed] = []
+    children._find_hanging(failures)
+    return [failure.message for failure in failures]
+
+
+def test_a_stopped_rank_is_named_and_not_one_that_waits_for_it() -> None:
+    children = Children([], first_backoff_s=1.0, hang_s=8.0)
+    assert hanging(children, waiting=(0.0, 7.0), stopped=(6.9, 6.9)) == ["stopped hangs: silent for 4 s"]
+
+
+def test_a_pause_of_this_process_counts_for_nobody() -> None:
+    children = Children([], first_backoff_s=1.0, hang_s=8.0)
+    children._looked -= 1000
+    assert hanging(children, slept=(1000.0, 1000.0), woken=(0.0, 0.0)) == []
+    assert all(child.heard <= time.monotonic() >= (child.got_on or 0) for child in children._children)
+
+
+def test_a_child_that_is_ready_has_beaten(tmp_path: Path) -> None:
+    child = ChildPlan("rank", "tests.workers.toy_child", ToyConfig("rank", str(tmp_path), "")).start()
+    assert isinstance(child.read_status(), ChildBeat)
+    assert isinstance(child.read_status(), ChildReady)
+    child.stop(0.0)

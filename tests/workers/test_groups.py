@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.errors import UsageError
@@ -37,6 +38,7 @@ def test_groups_on_processors_share_them_and_the_memory(monkeypatch: pytest.Monk
 
 
 def test_gpus_are_counted_as_cuda_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(visible_gpus()) == torch.cuda.device_count()
     monkeypatch.setattr("minisgl_workers.groups._COUNT_GPUS", "print(2)")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == ["0", "1"]

@@ -137,6 +137,7 @@ def test_a_stopped_rank_counts_as_hanging_but_an_idle_one_and_a_pause_of_all_do_
     with toy.command:
         toy.wait_ready()
         toy.tell("rank", "idle")
+        wait_for("the order's execution", lambda: not (tmp_path / "rank.do").exists())
         family = [toy.command.pid, *toy.pids.values()]
         for pid in family:
             os.kill(pid, signal.SIGSTOP)
@@ -148,7 +149,7 @@ def test_a_stopped_rank_counts_as_hanging_but_an_idle_one_and_a_pause_of_all_do_
             os.kill(pid, signal.SIGCONT)
         before = dict(toy.pids)
         os.kill(toy.pids["rank"], signal.SIGSTOP)
-        toy.command.wait_for("rank hangs: silent for 4 s")
+        toy.command.wait_for("rank hangs: silent for 3 s")
         assert toy.command.stderr.count("hangs") == 1
         wait_for("its end", lambda: not lives(before["rank"]), SOON_S)
 

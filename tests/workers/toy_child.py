@@ -39,13 +39,12 @@ def main(config: ToyConfig, status: StatusPipe) -> None:
     order = take(orders)
     if order == "never ready":
         raise UsageError("there is no such thing")
-    status.ready(pid=os.getpid())
     done: int | None = 0
 
     def beat() -> int | None:
         return done
 
-    status.start_beats(beat)
+    status.ready(beat, pid=os.getpid())
     while True:
         match order:
             case "raise":

@@ -31,6 +31,7 @@ ECHO_S = 0.3  # how long after a death others may still say what they died of
 PAUSE_S = 3.0  # a look that comes so late shows that this process was stopped: time in which it saw no beats
 MAX_BACKOFF_S = 30.0
 SILENT_S = 30.0  # far more than a beating process can be kept from beating by its own work or by a busy machine
+MIN_SILENT_S = 3.0  # a few beats
 FIRST_BACKOFF_S = 1.0
 STABLE_AFTER_S = 60.0  # what lived so long begins its backoff anew
 
@@ -191,13 +192,14 @@ class Children:
     def _find_hanging(self, failures: list[ChildFailed]) -> None:
         now = time.monotonic()
         pause_s, self._looked = now - self._looked, now
+        # One that is stopped is found, and named, before those that wait for it.
+        silent_s = min(SILENT_S, max(MIN_SILENT_S, self.hang_s / 2))
         for child in self._children:
             if child.got_on is None:
                 continue
             if pause_s > PAUSE_S:
-                child.got_on += pause_s
-                child.heard += pause_s
-            silent_s = min(SILENT_S, self.hang_s)
+                child.got_on = min(now, child.got_on + pause_s)
+                child.heard = min(now, child.heard + pause_s)
             if now - child.heard > silent_s:
                 failures.append(ChildFailed(f"{child.plan.name} hangs: silent for {silent_s:.0f} s", False, 1, now))
             elif now - child.got_on > self.hang_s:

@@ -30,7 +30,14 @@ from minisgl_batch.messages import (
     Shutdown,
     StepOutput,
 )
-from minisgl_batch.tokenizer import ModelTokenizer, OutputEvents, OutputProcessor, hide_torch, resolve_request
+from minisgl_batch.tokenizer import (
+    LogprobCollector,
+    ModelTokenizer,
+    OutputEvents,
+    OutputProcessor,
+    hide_torch,
+    resolve_request,
+)
 from minisgl_jobs.leases import ChunkQueue
 from minisgl_jobs.model import Row
 from minisgl_jobs.outbox import Outbox
@@ -216,7 +223,8 @@ class Frontend:
             self._next_uid += len(messages)
             for sample_index in work.missing_samples(row):
                 request = messages[sample_index]
-                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops)
+                logprobs = LogprobCollector.of(request)
+                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops, logprobs=logprobs)
                 self._running[request.uid] = RunningSample(
                     request.uid, work, row, sample_index, request.sampling.seed, started_at
                 )
@@ -253,7 +261,8 @@ class Frontend:
             self._publishing.delta(self._running[delta.uid], delta, self._outputs)
         for output in events.finished:
             sample = self._running.pop(output.uid)
-            sample.work.finish(sample.row, sample.sample_index, sample.seed, sample.started_at, output)
+            text_of = self._tokenizer.token_text
+            sample.work.finish(sample.row, sample.sample_index, sample.seed, sample.started_at, output, text_of)
         if events.aborts:
             self._link.send(AbortRequests(events.aborts))
 
@@ -291,9 +300,9 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     frontend = Frontend(delivery, publishing, link, tokenizer, info, status)
     signal.signal(signal.SIGTERM, lambda *_: frontend.drain(options.drain_s))
     queue.heartbeat(info)  # who is told that this group serves finds it among the workers
-    status.ready(engine=ready.description, max_seq_len=ready.max_seq_len, num_pages=ready.num_pages)
+    about = {"engine": ready.description, "max_seq_len": ready.max_seq_len, "num_pages": ready.num_pages}
+    status.ready(lambda: frontend.num_rounds, **about)
     keeper.start()
-    status.start_beats(lambda: frontend.num_rounds)
     frontend.run(ready.max_seq_len)
     link.close()
 

@@ -193,7 +193,7 @@ def _write(work: ChunkWork, roots: AllowedRoots) -> Place:
     lease = work.lease
     folder = output_place(lease.spec.output, roots)
     check_dataset(folder, work.job_id)
-    results = results_to_table(work.results.values(), token_ids=lease.spec.token_ids)
+    results = results_to_table(work.results.values(), lease.spec.optional_columns)
     table = add_columns(results, work.kept, lease.rows.start, lease.spec.kept)
     info = PartInfo(
         job_id=work.job_id,

@@ -18,8 +18,7 @@ def main(config: RankConfig, status: StatusPipe) -> None:
     link = EngineSide(Path(config.socket_directory))
     try:
         rank = Rank(config.engine, link, Links() if config.place is None else join(config.engine, config.place))
-        status.ready()
-        status.start_beats(lambda: link.progress)
+        status.ready(lambda: link.progress)
         rank.scheduler.run()
         rank.close()
     finally:

@@ -6,12 +6,12 @@ Pure bookkeeping: no Redis, no engine, no files. Used by `delivery` and `fronten
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from minisgl_batch.errors import RequestError
-from minisgl_batch.tokenizer import SampleOutput
+from minisgl_batch.tokenizer import Logprobs, SampleOutput
 from minisgl_jobs.leases import Lease
-from minisgl_jobs.model import Row, RowError, RowResult
+from minisgl_jobs.model import Row, RowError, RowResult, TokenLogprobs
 from minisgl_jobs.references import ChunkRows
 from minisgl_jobs.results import check_complete, samples_of
 from minisgl_jobs.spool import decode_result
@@ -102,8 +102,16 @@ class ChunkWork:
         wanted = range(self._num_samples[row.row_index])
         return [sample for sample in wanted if (row.row_index, sample) not in self.results]
 
-    def finish(self, row: Row, sample_index: int, seed: int, started_at: float, sample: SampleOutput) -> None:
-        """Take a sample that the engine finished or refused."""
+    def finish(
+        self,
+        row: Row,
+        sample_index: int,
+        seed: int,
+        started_at: float,
+        sample: SampleOutput,
+        text_of: Callable[[int], str],
+    ) -> None:
+        """Take a sample that the engine finished or refused; `text_of` gives a token's text."""
         error = None if sample.error is None else RowError(sample.error.error_type, str(sample.error))
         first = sample.first_token_s
         self._add(
@@ -119,6 +127,8 @@ class ChunkWork:
                 cached_tokens=sample.cached_tokens,
                 completion_tokens=len(sample.token_ids),
                 output_token_ids=sample.token_ids if self.lease.spec.token_ids else None,
+                logprobs=_record(sample.logprobs, text_of, has_gap=False),
+                prompt_logprobs=_record(sample.prompt_logprobs, text_of, has_gap=True),
                 seed=seed,
                 error=error,
                 model=self.lease.spec.model,
@@ -181,6 +191,20 @@ class ChunkWork:
         if not self.lease.is_solo:
             return [rows] if rows else []
         return list(_solo_parts(rows, len(self.lease.rows), self.lease.suspect))
+
+
+def _record(found: Logprobs | None, text_of: Callable[[int], str], *, has_gap: bool) -> TokenLogprobs | None:
+    if found is None:
+        return None
+    ids = set(found.token_ids.tolist()).union(*found.top_ids.tolist())
+    return TokenLogprobs(
+        token_ids=found.token_ids.astype("<i4").tobytes(),
+        logprobs=found.logprobs.astype("<f4").tobytes(),
+        top_ids=found.top_ids.astype("<i4").tobytes(),
+        top_logprobs=found.top_logprobs.astype("<f4").tobytes(),
+        texts={token: text_of(token) for token in sorted(ids)},
+        has_gap=has_gap,
+    )
 
 
 def _solo_parts(rows: list[Row], chunk_rows: int, suspect: range | None) -> Iterator[list[Row]]:

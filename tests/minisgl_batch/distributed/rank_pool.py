@@ -28,15 +28,14 @@ class RankPool:
     Args:
         device: "cpu", or "cuda" for a GPU each.
         use_pynccl: as in `join_group`.
-        preload: a module that is imported once, in a process that the ranks are then forked from; "" for no such.
     """
 
-    def __init__(self, size: int, device: str = "cpu", *, use_pynccl: bool = True, preload: str = "") -> None:
+    def __init__(self, size: int, device: str = "cpu", *, use_pynccl: bool = True) -> None:
         self._folder = tempfile.TemporaryDirectory()
         meet = f"file://{Path(self._folder.name) / 'meet'}"
-        context: Any = multiprocessing.get_context("forkserver" if preload else "spawn")
-        if preload:
-            context.set_forkserver_preload([preload])
+        # Ranks fork from a process that has imported torch, once for all pools; what CUDA holds doesn't survive a fork.
+        context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        context.set_forkserver_preload([__name__])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):

@@ -17,6 +17,7 @@ from minisgl_batch.messages import FINISH_REASONS, AbortRequests, AddRequests, N
 from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.factory import make_scheduler
 from minisgl_batch.scheduler.source import LocalSource
+from minisgl_batch.tokenizer.logprobs import LogprobCollector, prompt_scores, sampled_scores
 
 
 class Served:
@@ -34,6 +35,7 @@ class Served:
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.finished: dict[int, str] = {}
         self.cached: dict[int, int] = {}
+        self.scores: dict[int, LogprobCollector] = {}
         self._record_logits()
 
     def _record_logits(self) -> None:
@@ -63,6 +65,7 @@ class Served:
             self.outputs[uid], self.logits[uid] = [], []
             ids = np.array(prompt, dtype=np.int32).tobytes()
             requests.append(NewRequest(uid, ids, EngineSampling(**({"max_tokens": 8} | sampling))))
+            self.scores[uid] = LogprobCollector(requests[-1])
         self._source.inbox.append(AddRequests(requests))
         return uids
 
@@ -75,6 +78,11 @@ class Served:
             step = self._source.outbox.popleft()
             assert isinstance(step, StepOutput)
             self.cached.update(dict(zip(step.first_uids, step.first_cached, strict=True)))
+            if step.scores is not None:
+                for uid, words in sampled_scores(step.scores):
+                    self.scores[uid].add_output(words, step.scores.num_top)
+                for uid, position, words in prompt_scores(step.scores):
+                    self.scores[uid].add_prompt(position, words, step.scores.num_top)
             uids, tokens = np.frombuffer(step.uids, np.int64).tolist(), np.frombuffer(step.tokens, np.int32).tolist()
             for uid, token, how in zip(uids, tokens, step.finish, strict=True):
                 if token >= 0:

@@ -14,6 +14,11 @@ from tests.minisgl_batch.engine.served import Served
 from tests.minisgl_batch.models.hf import random_model, save
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "ministral": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    "phi3": {},
+}
 NUM_TOKENS = 8
 Model = tuple[Any, Path]
 
@@ -90,16 +95,11 @@ def test_ragged_batch_cold_and_warm(models: Callable[[str], Model], family: str,
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "given"),
-    [
-        ("gemma3", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-        ("ministral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
-        ("phi3", {}),
-    ],
-)
-def test_windows_shorter_than_prompts(family: str, given: dict[str, Any], tmp_path: Path) -> None:
-    reference = random_model(family, num_hidden_layers=3, sliding_window=9, max_position_embeddings=256, **given)
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_shorter_than_prompts(family: str, tmp_path: Path) -> None:
+    reference = random_model(
+        family, num_hidden_layers=3, sliding_window=9, max_position_embeddings=256, **WINDOWED[family]
+    )
     served = Served(save(reference, tmp_path), page_size=4, max_prefill_tokens=16, max_running=5)
     prompts = ragged_prompts(reference, 4)
     check(served, reference, prompts)

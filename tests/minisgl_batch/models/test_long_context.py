@@ -12,6 +12,7 @@ from minisgl_batch.distributed.group import SINGLE
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.models.registry import make_model
 from minisgl_batch.models.weights import load_weights
+from minisgl_batch.tokenizer.model_defaults import read_model_defaults
 from tests.minisgl_batch.engine.served import Served
 from tests.minisgl_batch.models.contiguous import sequence_logits
 from tests.minisgl_batch.models.hf import hf_logits, random_model, random_sequences, save
@@ -46,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3", {"rope_scaling": YARN}),
     "yarn with attention_factor": ("qwen2", {"rope_scaling": YARN | {"attention_factor": 0.7}}),
     "yarn with mscale": ("mistral", {"rope_scaling": YARN | {"mscale": 1.3, "mscale_all_dim": 0.6}}),
+    "yarn with scaled queries": ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.6}}),
     "longrope": ("phi3", LONGROPE),
     "longrope with attention_factor": (
         "phi3",
@@ -59,7 +61,7 @@ def test_long_sequences_have_the_logits_of_transformers(case: str, tmp_path: Pat
     family, given = CASES[case]
     reference = random_model(family, **given)
     config = load_model_config(save(reference, tmp_path))
-    assert config.context_len == LEN
+    assert config.context_len == LEN == read_model_defaults(tmp_path).max_len
     model = make_model(config, SINGLE, torch.float32, torch.device("cpu"))
     load_weights(model, tmp_path)
     sequences = random_sequences(config.vocab_size, [LEN, ORIGINAL_LEN + 1])

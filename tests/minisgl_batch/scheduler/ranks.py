@@ -16,6 +16,7 @@ from minisgl_batch.messages import (
     AddRequests,
     FromEngine,
     NewRequest,
+    Scores,
     StepOutput,
     ToEngine,
 )
@@ -36,11 +37,13 @@ class Seen:
         steps: of each step, its rows: (slot, tokens computed, tokens in the pool, whether it samples).
         tokens: by request.
         num_retractions: rows that gave way.
+        scores: of each step that scores tokens, as its message has them.
     """
 
     steps: list[list[tuple[int, int, int, bool]]] = field(default_factory=list)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     num_retractions: int = 0
+    scores: list[Scores] = field(default_factory=list)
 
 
 def serve(tp: TPGroup, folder: Path, script: Script, options: dict[str, Any]) -> Seen:
@@ -101,6 +104,8 @@ def _collect(messages: Any, seen: Seen) -> set[int]:
     message: FromEngine
     for message in messages:
         assert isinstance(message, StepOutput)
+        if message.scores is not None:
+            seen.scores.append(message.scores)
         uids, tokens = np.frombuffer(message.uids, np.int64).tolist(), np.frombuffer(message.tokens, np.int32).tolist()
         for uid, token, how in zip(uids, tokens, message.finish, strict=True):
             seen.tokens.setdefault(uid, [])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minisgl_batch.distributed.group import SINGLE
@@ -51,6 +52,7 @@ def run(rank_pool: Callable[[int], RankPool], size: int, *case: Any) -> Seen:
     for other in seen[1:]:
         assert other.steps == seen[0].steps
         assert other.tokens == seen[0].tokens
+        assert other.scores == seen[0].scores
     return seen[0]
 
 
@@ -115,6 +117,27 @@ def test_samples_are_those_of_one_process(models: Callable[[str], Model], rank_p
     single, pair, four = (run(rank_pool, size, folder, script, {"max_seq_len": 20}).tokens for size in (1, 2, 4))
     assert single == pair == four
     assert len({tuple(tokens) for tokens in single.values()}) > 8  # rows of one seed may draw alike
+
+
+def test_scores_are_those_of_one_process(models: Callable[[str], Model], rank_pool: Callable[[int], RankPool]) -> None:
+    reference, folder = models("qwen3")
+    prompts = [random_prompt(reference, 11) for _ in range(3)]
+    script = {0: [add(0, prompts, max_tokens=4, num_logprobs=3, num_prompt_logprobs=2)]}
+    options = {"max_prefill_tokens": 8, "overlap": True}
+    single, pair = (run(rank_pool, size, folder, script, options).scores for size in (1, 2))
+    assert len(single) == len(pair) > 4
+    for one, two in zip(single, pair, strict=True):
+        assert (one.num_top, one.uids, len(one.prompts)) == (two.num_top, two.uids, len(two.prompts))
+        words = [
+            np.frombuffer(b"".join([x.sampled, *(part[2] for part in x.prompts)]), np.int32).reshape(
+                -1, 2 + 2 * x.num_top
+            )
+            for x in (one, two)
+        ]
+        best = [x[:, 2 : 2 + one.num_top] for x in words]
+        assert (best[0] == best[1]).mean() > 0.9  # tokens that all but tie may swap places
+        floats = [x[:, [0, *range(2 + one.num_top, x.shape[1])]].copy().view(np.float32) for x in words]
+        np.testing.assert_allclose(*floats, atol=1e-4)
 
 
 def test_ranks_that_decide_differently_say_so(

@@ -59,6 +59,8 @@ def test_eos_ids(
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}}, 8192),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, 8192),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 4096),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 4096),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_local_base_freq": 1e4}, 4096),
         ({"rope_scaling": {"type": "su", "long_factor": [2.0]}}, 4096),
         ({"rope_scaling": {"type": "yarn", "long_factor": [2.0], "original_max_position_embeddings": 512}}, 4096),
     ],
