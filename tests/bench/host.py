@@ -36,7 +36,7 @@ SIZES = (8, 4, 2)
 SHAPES = ("qwen3-32b", "qwen3-14b", "qwen3-30b-a3b")
 MODELS = ("demo", "two-kv-heads")
 ROWS = (1, 8, 32, 64, 128, 256, 1024, 8192)
-LOOK_S = 0.2
+LOOK_S = 1.0
 MARGIN_S = 5.0  # between a step's own end, which says where it hangs, and its being killed
 LEFT_S = 5.0  # what daemons have to see that nobody needs them
 GPU_COUNT = "import torch; print(torch.cuda.device_count())"
@@ -93,12 +93,12 @@ def plan(max_tp: int) -> list[Step]:
 
 def tiny_plan(max_tp: int) -> list[Step]:
     """For CPUs: each kind of step once, and little to do in it."""
-    half = max(1, max_tp // 2)
+    half, quarter = max(1, max_tp // 2), max(1, max_tp // 4)
     return [
         ids_step("two-kv-heads", max_tp, "cpu", "--rows", "6", "--tokens", "8", limit_s=120),
         groups_step(half, "cpu", "--rows", "40", "--tokens", "8", "--leave-early", limit_s=180),
         sums_step(max_tp, "cpu", "--rows", "1", "64", "--hidden-size", "64", limit_s=60),
-        bench_step("qwen3-30b-a3b", half, "cpu", "U", "--shrink", "32", "--num-pages", "256", limit_s=60),
+        bench_step("qwen3-30b-a3b", quarter, "cpu", "U", "--shrink", "32", "--num-pages", "256", limit_s=60),
     ]
 
 
@@ -206,7 +206,7 @@ def end(process: subprocess.Popen[Any], family: dict[int, psutil.Process]) -> No
         process.wait()
     until = time.monotonic() + LEFT_S
     while (left := [other for other in family.values() if is_alive(other)]) and time.monotonic() < until:
-        time.sleep(LOOK_S)
+        time.sleep(0.1)
     for other in left:
         say(f"killing process {other.pid}, which was left behind")
         with suppress(psutil.NoSuchProcess):

@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minisgl_batch.cli.bench import _PACKAGES, _version
-
 COMMIT_VARIABLE = "MINISGL_COMMIT"
 RESULTS = Path(__file__).parent / "results"
 
@@ -40,6 +38,8 @@ def record(bench: str, measured: dict[str, Any], *, save: bool, module: str = ""
 def about(module: str) -> dict[str, Any]:
     """What lines of GPU runs have behind what was measured. Uses a GPU itself, to ask for its name."""
     import torch
+
+    from minisgl_batch.cli.bench import _PACKAGES, _version
 
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import psutil
@@ -55,10 +54,10 @@ def test_a_step_that_goes_wrong_stops_no_other(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("modules")
 def test_what_the_budget_is_too_small_for_is_left_out() -> None:
     refused = Step("three ranks", why_not="valid sizes: 1, 2")
-    outcomes = host.run_all([refused, step("good", needs_s=100), step("slow"), step("good")], 2)
+    outcomes = host.run_all([refused, step("good", needs_s=100), step("slow"), step("good")], 1)
     assert [outcome.verdict for outcome in outcomes] == ["left out", "left out", "FAILED", "left out"]
     assert outcomes[0].detail == "valid sizes: 1, 2"
-    assert outcomes[1].detail == "2 s are left, and it needs 100 s"
+    assert outcomes[1].detail == "1 s are left, and it needs 100 s"
 
 
 @pytest.mark.usefixtures("modules")
@@ -83,8 +82,7 @@ def test_large_groups_come_first_and_sizes_that_do_not_fit_are_left_out() -> Non
 
 
 def test_ranks_on_a_cpu(tmp_path: Path) -> None:
-    """Ids of eight ranks and of two groups of four are those of one; ranks that are killed are named and replaced."""
-    started = time.monotonic()
+    """Ids of eight ranks and of two groups of four are those of one; the death of a rank is named and costs no row."""
     file = tmp_path / "found.jsonl"
     assert host.main(["--device", "cpu", "--max-tp", "8", "--tiny", "--json", str(file)]) == 0
     found = [json.loads(line) for line in file.read_text().splitlines()]
@@ -98,4 +96,3 @@ def test_ranks_on_a_cpu(tmp_path: Path) -> None:
     assert checks["groups"]["same_rows"] == checks["groups"]["row_indices"] == 40
     assert {finding["rows"] for finding in found if "gloo_us" in finding} == {1, 64}
     assert [finding["model"] for finding in found if "output_tok_s" in finding] == ["qwen3-30b-a3b/32"]
-    print(f"{time.monotonic() - started:.1f} s")
