@@ -203,6 +203,21 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     texts: dict[int, str]
     has_gap: bool = False
 
+    def as_list(self) -> list[dict[str, Any] | None]:
+        """An entry for each token, as in the column of the dataset."""
+        token_ids, top_ids = (memoryview(data).cast("i").tolist() for data in (self.token_ids, self.top_ids))
+        logprobs, top_logprobs = (memoryview(data).cast("f").tolist() for data in (self.logprobs, self.top_logprobs))
+        tops = [self._entry(*pair) for pair in zip(top_ids, top_logprobs, strict=True)]
+        num_top = len(top_ids) // max(1, len(token_ids))
+        entries = [
+            {**self._entry(*pair), "top_logprobs": tops[i * num_top : (i + 1) * num_top]}
+            for i, pair in enumerate(zip(token_ids, logprobs, strict=True))
+        ]
+        return [None, *entries] if self.has_gap else list(entries)
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.texts[token_id], "token_id": token_id, "logprob": logprob}
+
 
 class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One finished sample of a row: a line of the result dataset (timestamps in Unix seconds)."""
