@@ -200,10 +200,21 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         """`bad_words` as a tuple, empty when not given."""
         return _as_tuple(self.bad_words)
 
-    def over(self, defaults: SamplingParams) -> SamplingParams:
-        """These values where given, else those of `defaults`."""
-        given = {f: v for f in self.__struct_fields__ if (v := getattr(self, f)) is not None}
-        return msgspec.structs.replace(defaults, **given) if given else defaults
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that were given."""
+        return {field: value for field in self.__struct_fields__ if (value := getattr(self, field)) is not None}
+
+    def over(self, *defaults: SamplingParams) -> SamplingParams:
+        """These values where given, else those of the first of `defaults` that has one.
+
+        Raises:
+            InvalidParameterError: values of different layers contradict each other.
+        """
+        merged: dict[str, Any] = {}
+        for layer in reversed(defaults):
+            merged |= layer.given
+        return SamplingParams(**(merged | self.given))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that were given, JSON-ready."""

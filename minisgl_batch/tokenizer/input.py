@@ -92,7 +92,10 @@ def resolve_request(
             f"the prompt has {num_tokens} tokens and the context {max_len}, which leaves no room for output: "
             f"shorten the prompt to at most {max_len - 1} tokens, or serve a model with a longer context",
         )
-    params = _merged((*layers, tokenizer.default_sampling, NEUTRAL))
+    try:
+        params = SamplingParams().over(*layers, tokenizer.default_sampling, NEUTRAL)
+    except InvalidParameterError as error:
+        raise RequestError("invalid_request", str(error)) from None
     seed = params.seed if params.seed is not None else derive_seed(job_seed, row_index)
     eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
     stop_token_ids = frozenset(params.stop_token_ids or ())
@@ -128,16 +131,6 @@ def resolve_request(
         min_tokens=_set(params.min_tokens),
     )
     return ResolvedRequest(prompt_ids, samples, stops)
-
-
-def _merged(layers: tuple[SamplingParams, ...]) -> SamplingParams:
-    params = SamplingParams()
-    try:
-        for layer in layers:
-            params = params.over(layer)
-    except InvalidParameterError as error:  # layers that are right by themselves may contradict each other
-        raise RequestError("invalid_request", str(error)) from None
-    return params
 
 
 def _num_logprobs(asked: int | None, vocab_size: int) -> int:
