@@ -210,10 +210,12 @@ class LLM:
                 )
             except RequestError as error:
                 raise RequestError(error.error_type, f"prompt {index}: {error}") from error
-            work.add(resolved.messages(self._next_uid), ids.tolist())
+            work.add(resolved.messages(self._next_uid), resolved.prompt_ids.tolist())
             for request in resolved.messages(self._next_uid):
                 logprobs = LogprobCollector.of(request)
-                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops, logprobs=logprobs)
+                self._outputs.add(
+                    request.uid, prompt_tokens=len(resolved.prompt_ids), stops=resolved.stops, logprobs=logprobs
+                )
             self._next_uid += len(resolved.samples)
         self._num_prompts += len(inputs)
         return work

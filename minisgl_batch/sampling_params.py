@@ -6,12 +6,14 @@ over the model's own generation config) and then resolved once. Knows nothing of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.words import is_unicode
+
+Truncate: TypeAlias = Literal["error", "left", "right"]
 
 MAX_TOKENS_LIMIT = 1 << 24  # no model's context comes near; larger values are typing mistakes
 MIN_TEMPERATURE = 1e-5  # below, noise would drown in rounding: such rows are greedy
@@ -45,6 +47,11 @@ def _check_float(field: str, value: object, low: float, high: float, *, low_open
 def _check_bool(field: str, value: object) -> None:
     if value is not None and not isinstance(value, bool):
         raise InvalidParameterError(field, f"must be true or false, got {value!r}")
+
+
+def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise InvalidParameterError(field, f"must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _check_strings(field: str, value: object, most: int) -> None:
@@ -136,6 +143,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             to 20. They are the model's own, before all of the above.
         prompt_logprobs: the same for the prompt's tokens but the first. Such a prompt is computed in full: what the
             prefix cache has of it isn't used.
+        truncate: what becomes of a prompt that leaves no room: "error" refuses it; "left" and "right" cut tokens off
+            its beginning or its end, until the context has room for it and `max_tokens`.
 
     Raises:
         InvalidParameterError: a value is out of its range; names the field.
@@ -160,6 +169,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     bad_words: str | tuple[str, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate: Truncate | None = None
 
     def __post_init__(self) -> None:
         for field, limits in _WHOLE_FIELDS.items():
@@ -177,6 +187,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         _check_stop_token_ids(self.stop_token_ids)
         _check_bool("ignore_eos", self.ignore_eos)
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+        _check_choice("truncate", self.truncate, get_args(Truncate))
         self._normalise()
 
     def _normalise(self) -> None:
@@ -242,6 +253,7 @@ NEUTRAL = SamplingParams(
     logit_bias={},
     min_tokens=0,
     bad_words=(),
+    truncate="error",
 )
 """What holds when neither row nor job nor the model's generation config says anything (the values of vLLM)."""
 

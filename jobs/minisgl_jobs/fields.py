@@ -111,7 +111,7 @@ _UNSUPPORTED_HINTS = {
     "skip_special_tokens": "remove it: --token-ids adds the ids to the results, special ones included",
     "stream": "remove it: `minisgl-batch tail` shows tokens as they come",
     "suffix": "put what stands around the gap into the prompt, as the model wants it",
-    "truncate_prompt_tokens": "shorten the prompts",
+    "truncate_prompt_tokens": 'use "truncate": "left" and max_tokens: prompts keep what the context has room for',
     "typical_p": "use top_p or min_p",
 }
 

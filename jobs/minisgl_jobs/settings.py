@@ -115,7 +115,7 @@ def _logprobs(fields: dict[str, Any], prefix: str) -> dict[str, Any]:
 def _params_hint(field: str, value: Any) -> str:
     if field == "logit_bias":
         return 'write {"50256": -100}, with token ids as names'
-    if isinstance(value, str) and field not in ("stop", "bad_words"):
+    if isinstance(value, str) and field not in ("stop", "bad_words", "truncate"):
         return "write it without quotes"
     if field == "max_tokens":
         return "leave it out for as many tokens as the model's context allows"

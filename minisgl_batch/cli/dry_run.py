@@ -29,7 +29,7 @@ class TokenCounts:
 
     Attributes:
         context: the model's, in tokens.
-        prompt_tokens: of each row that can be served, for each of its samples once.
+        prompt_tokens: of each row that can be served, after `truncate`.
         max_output_tokens: most tokens that these rows may generate, samples included.
         num_refused: rows that the model can't serve.
         num_too_long: those of them that don't fit into the context.
@@ -120,7 +120,7 @@ def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
             except RequestError as error:
                 counts.refuse(row, error, max_listed)
                 continue
-            counts.prompt_tokens.append(len(ids))
+            counts.prompt_tokens.append(len(resolved.prompt_ids))
             counts.max_output_tokens += sum(sampling.max_tokens for sampling in resolved.samples)
     return counts
 

@@ -13,7 +13,7 @@ import click
 from minisgl_batch.cli.sections import Number, SectionOption, WholeNumber
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig
 from minisgl_batch.errors import MiniSGLError
-from minisgl_batch.sampling_params import MAX_N, SamplingParams
+from minisgl_batch.sampling_params import MAX_N, SamplingParams, Truncate
 from minisgl_batch.words import is_unicode
 from minisgl_jobs.faults import MAX_SHOWN
 
@@ -42,6 +42,7 @@ _SAMPLING_FIELDS = (
     "logit_bias",
     "logprobs",
     "prompt_logprobs",
+    "truncate",
     *_STRINGS,
     *_FLAGS,
 )
@@ -192,6 +193,11 @@ sampling_options = _all(
         "--logprobs", "Give output tokens' log-probabilities, and of the N best in their place.", **_NUMBER
     ),
     _sampling_option("--prompt-logprobs", "The same for the prompt's tokens.", **_NUMBER),
+    _sampling_option(
+        "--truncate",
+        "Of prompts that leave no room for --max-tokens: error rows, or cut their beginning or end.  [default: error]",
+        type=click.Choice(get_args(Truncate)),
+    ),
     _sampling_option("--include-stop-str-in-output", "Keep what stopped the text.", is_flag=True),
     _sampling_option("--ignore-eos", "Go on after an end-of-sequence token.", is_flag=True),
 )

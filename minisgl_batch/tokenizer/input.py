@@ -41,7 +41,7 @@ class ResolvedRequest:
     """One prompt, ready for the engine.
 
     Attributes:
-        prompt_ids: (num_tokens,) int32.
+        prompt_ids: (num_tokens,) int32, cut where `truncate` says so.
         samples: sampling of each of the prompt's `n` samples; they differ in `sample_index`, and the first one alone
             scores the prompt.
         stops: what ends each of them.
@@ -70,6 +70,8 @@ def resolve_request(
     Without `max_tokens` generation may fill the context. A `max_tokens` that the context can't hold is cut to what it
     leaves: such a request ends with finish reason "length", as in vLLM's offline `LLM`.
 
+    Where `truncate` cuts prompts it makes room for all of `max_tokens`.
+
     Args:
         prompt_ids: (num_tokens,) int32.
         layers: the most specific first (row, job); the model's own defaults and then `NEUTRAL` come after them.
@@ -79,23 +81,17 @@ def resolve_request(
     Raises:
         RequestError: "invalid_request" for a prompt without tokens or with ids that the model doesn't have, and for
             parameters that don't suit each other or the model, "prompt_too_long" for a prompt that leaves no room for
-            a token of output.
+            a token of output and isn't to be cut.
     """
-    num_tokens = len(prompt_ids)
-    if num_tokens == 0:
+    if len(prompt_ids) == 0:
         raise RequestError("invalid_request", "the prompt is empty: it has no tokens")
     tokenizer.check_ids(prompt_ids)
-    room = max_len - num_tokens
-    if room < 1:
-        raise RequestError(
-            "prompt_too_long",
-            f"the prompt has {num_tokens} tokens and the context {max_len}, which leaves no room for output: "
-            f"shorten the prompt to at most {max_len - 1} tokens, or serve a model with a longer context",
-        )
     try:
         params = SamplingParams().over(*layers, tokenizer.default_sampling, NEUTRAL)
     except InvalidParameterError as error:
         raise RequestError("invalid_request", str(error)) from None
+    prompt_ids = _fit(prompt_ids, max_len, params)
+    room = max_len - len(prompt_ids)
     seed = params.seed if params.seed is not None else derive_seed(job_seed, row_index)
     eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
     stop_token_ids = frozenset(params.stop_token_ids or ())
@@ -131,6 +127,31 @@ def resolve_request(
         min_tokens=_set(params.min_tokens),
     )
     return ResolvedRequest(prompt_ids, samples, stops)
+
+
+def _fit(prompt_ids: IntArray, max_len: int, params: SamplingParams) -> IntArray:
+    """The prompt, or what `truncate` leaves of it."""
+    num_tokens = len(prompt_ids)
+    lengths = f"the prompt has {num_tokens} tokens and the context {max_len}"
+    if params.truncate == "error":
+        if num_tokens < max_len:
+            return prompt_ids
+        raise RequestError(
+            "prompt_too_long",
+            f"{lengths}, which leaves no room for output: shorten the prompt to at most {max_len - 1} tokens, let "
+            "truncate cut it, or serve a model with a longer context",
+        )
+    if num_tokens + (params.max_tokens or 1) <= max_len:
+        return prompt_ids
+    if params.max_tokens is None:
+        raise RequestError("prompt_too_long", f"{lengths}: truncate needs max_tokens, to know how much room to make")
+    kept = max_len - params.max_tokens
+    if kept < 1:
+        raise RequestError(
+            "prompt_too_long",
+            f"{lengths}, of which max_tokens takes {params.max_tokens}: nothing is left for the prompt",
+        )
+    return prompt_ids[-kept:] if params.truncate == "left" else prompt_ids[:kept]
 
 
 def _num_logprobs(asked: int | None, vocab_size: int) -> int:

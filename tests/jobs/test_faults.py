@@ -118,6 +118,8 @@ FAULTS: list[tuple[str | bytes, str, str, str]] = [
     ('{"prompt": "a", "min_tokens": 6, "max_tokens": 5}', "min_tokens", "at most max_tokens, which is 5", "correct"),
     ('{"prompt": "a", "bad_words": [""]}', "bad_words", "empty string", "correct"),
     ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos", "true or false", "correct"),
+    ('{"prompt": "a", "truncate": "middle"}', "truncate", "one of error, left, right, got 'middle'", "correct"),
+    ('{"prompt": "a", "truncate_prompt_tokens": 9}', "truncate_prompt_tokens", "isn't supported", '"truncate": "left"'),
     ('{"prompt": "a", "sampling_params": 5}', "sampling_params", "object", "max_tokens"),
     ('{"prompt": "a", "sampling_params": {"top_p": 2}}', "sampling_params.top_p", "(0, 1]", "correct"),
     ('{"prompt": "a", "sampling_params": {"max_token": 2}}', "sampling_params.max_token", "known", "max_tokens?"),

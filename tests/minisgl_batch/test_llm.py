@@ -107,6 +107,15 @@ def test_stop_token_ends_a_row(llm: LLM) -> None:
     assert output.outputs[0].stop_reason == token_ids[1]
 
 
+def test_a_cut_prompt_is_told_as_it_was_read(llm: LLM) -> None:
+    ids = llm.tokenizer.encode_chat(MESSAGES).tolist()
+    params = SamplingParams(truncate="left", max_tokens=4)
+    prompts = [[5] * llm.max_seq_len + ids, ids]
+    cut, whole = llm.generate(prompts, params, progress=False)
+    assert cut.prompt_token_ids == prompts[0][-(llm.max_seq_len - 4) :]
+    assert whole.prompt_token_ids == ids
+
+
 def test_what_changes_logits(llm: LLM) -> None:
     """42 is what the model says, as "4" and "2"."""
 

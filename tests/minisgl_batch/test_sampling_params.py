@@ -42,6 +42,7 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "bad_words": STRINGS | st.lists(STRINGS, max_size=3),
     "logprobs": st.integers(0, 20),
     "prompt_logprobs": st.integers(0, 20),
+    "truncate": st.sampled_from(["error", "left", "right"]),
 }
 PARAMS = st.fixed_dictionaries({}, optional=GOOD)
 ANYTHING = st.recursive(

@@ -224,7 +224,9 @@ class Frontend:
             for sample_index in work.missing_samples(row):
                 request = messages[sample_index]
                 logprobs = LogprobCollector.of(request)
-                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops, logprobs=logprobs)
+                self._outputs.add(
+                    request.uid, prompt_tokens=len(resolved.prompt_ids), stops=resolved.stops, logprobs=logprobs
+                )
                 self._running[request.uid] = RunningSample(
                     request.uid, work, row, sample_index, request.sampling.seed, started_at
                 )

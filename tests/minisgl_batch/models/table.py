@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from minisgl_batch.models.config import SUPPORTED_ARCHITECTURES
+from minisgl_batch.models.families import SUPPORTED_ARCHITECTURES
 from tests.minisgl_batch.engine import test_parity
 from tests.minisgl_batch.models import test_dense, test_long_context, test_tensor_parallel
 from tests.minisgl_batch.models.hf import FAMILIES

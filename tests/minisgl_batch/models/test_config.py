@@ -13,7 +13,8 @@ import pytest
 
 from minisgl_batch.errors import InvalidParameterError, ModelError
 from minisgl_batch.layers.rope_config import RopeConfig
-from minisgl_batch.models.config import SUPPORTED_ARCHITECTURES, ModelConfig, load_model_config
+from minisgl_batch.models.config import ModelConfig, load_model_config
+from minisgl_batch.models.families import SUPPORTED_ARCHITECTURES
 from minisgl_batch.models.registry import model_class
 from tests.minisgl_batch.models.hf import FAMILIES, random_model, save
 

@@ -15,7 +15,8 @@ from minisgl_batch.config import EngineConfig
 from minisgl_batch.errors import ModelError
 from minisgl_batch.hub import model_path
 from minisgl_batch.models.checkpoint import Checkpoint
-from minisgl_batch.models.config import SUPPORTED_ARCHITECTURES, load_model_config
+from minisgl_batch.models.config import load_model_config
+from minisgl_batch.models.families import SUPPORTED_ARCHITECTURES
 from minisgl_workers.group import run_worker
 from minisgl_workers.options import WorkerOptions
 
