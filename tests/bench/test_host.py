@@ -81,10 +81,11 @@ def test_large_groups_come_first_and_sizes_that_do_not_fit_are_left_out() -> Non
     assert "valid sizes: 1, 2, 4, 8" in host.ids_step("demo", 3, "cpu", limit_s=1).why_not
 
 
-def test_ranks_on_a_cpu(tmp_path: Path) -> None:
+def test_ranks_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Ids of eight ranks and of two groups of four are those of one; the death of a rank is named and costs no row."""
     file = tmp_path / "found.jsonl"
     assert host.main(["--device", "cpu", "--max-tp", "8", "--tiny", "--json", str(file)]) == 0
+    assert "terminate called" not in capfd.readouterr().err  # by ranks that lost one
     found = [json.loads(line) for line in file.read_text().splitlines()]
     checks = {finding["check"]: finding for finding in found if "check" in finding}
     assert {name: (finding["tp"], finding["passed"]) for name, finding in checks.items()} == {
