@@ -181,7 +181,11 @@ class LLM:
         for events in self._run(work, watch=True):
             finished = {sample.uid: work.collect(sample) for sample in events.finished}
             for delta in events.deltas:
-                yield StreamEvent(*work.owner(delta.uid), delta.text, finished.pop(delta.uid, None))
+                ended = finished.pop(delta.uid, None)
+                found = delta.reasoning
+                reasoning, text = ("", delta.text) if found is None else found.split(delta.text, delta.offset)
+                if text or reasoning or ended is not None:
+                    yield StreamEvent(*work.owner(delta.uid), text, ended, reasoning)
             for uid, output in finished.items():
                 yield StreamEvent(*work.owner(uid), "", output)
 
@@ -232,7 +236,11 @@ class LLM:
             for request in resolved.messages(self._next_uid):
                 logprobs = LogprobCollector.of(request)
                 self._outputs.add(
-                    request.uid, prompt_tokens=len(resolved.prompt_ids), stops=resolved.stops, logprobs=logprobs
+                    request.uid,
+                    prompt_tokens=len(resolved.prompt_ids),
+                    stops=resolved.stops,
+                    reasoning=resolved.reasoning,
+                    logprobs=logprobs,
                 )
             self._next_uid += len(resolved.samples)
         self._num_prompts += len(inputs)
@@ -334,6 +342,8 @@ class _Work:
             sample.stop_reason,
             logprobs=None if found is None else found.as_dicts(self._text_of),
             cumulative_logprob=None if found is None else sum(found.logprobs.tolist()),
+            reasoning_text=sample.reasoning_text,
+            raw_text=sample.raw_text,
         )
 
     def _prompt_logprobs(self, first: SampleOutput) -> list[dict[int, Logprob] | None] | None:

@@ -167,6 +167,15 @@ _REAL_FIELDS = {
 }
 
 
+_FLAG_FIELDS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "continue_final_message",
+    "split_reasoning",
+    "stop_in_reasoning",
+)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """What a user may set for a row; the names are those of vLLM and of the OpenAI API.
 
@@ -197,6 +206,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             its beginning or its end, until the context has room for it and `max_tokens`.
         tools: of chats, functions that the model may call, as JSON schemas; what it calls is part of the text.
         chat_template_kwargs: of chats, variables of the model's chat template, such as {"enable_thinking": False}.
+        split_reasoning: `text` is the answer alone; what the model writes between <think> and </think> before it goes
+            to `reasoning_text`, and everything to `raw_text`. The mark that opens may end the prompt.
+        stop_in_reasoning: stop strings count in the reasoning that is split off, too.
         continue_final_message: of chats, the text goes on with the last message, which is an assistant's.
 
     Raises:
@@ -226,6 +238,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     tools: tuple[dict[str, Any], ...] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    split_reasoning: bool | None = None
+    stop_in_reasoning: bool | None = None
 
     def __post_init__(self) -> None:
         for field, limits in _WHOLE_FIELDS.items():
@@ -241,9 +255,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         _check_strings("stop", self.stop, MAX_STOP_STRINGS)
         _check_strings("bad_words", self.bad_words, MAX_LOGIT_RULES)
         _check_stop_token_ids(self.stop_token_ids)
-        _check_bool("ignore_eos", self.ignore_eos)
-        _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
-        _check_bool("continue_final_message", self.continue_final_message)
+        for field in _FLAG_FIELDS:
+            _check_bool(field, getattr(self, field))
         _check_tools(self.tools)
         _check_template_kwargs(self.chat_template_kwargs)
         _check_choice("truncate", self.truncate, get_args(Truncate))
@@ -313,6 +326,8 @@ NEUTRAL = SamplingParams(
     min_tokens=0,
     bad_words=(),
     truncate="error",
+    split_reasoning=False,
+    stop_in_reasoning=False,
 )
 """What holds when neither row nor job nor the model's generation config says anything (the values of vLLM)."""
 

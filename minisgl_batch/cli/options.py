@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ATTENTION_BACKENDS = "auto, torch, triton, fa, fi, trtllm, fa,cuda and fa,fi"
 ENGINE = "Engine (or in the environment as MINISGL_..., such as MINISGL_TP)"
 SAMPLING = "Sampling"
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "continue_final_message")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "continue_final_message", "split_reasoning", "stop_in_reasoning")
 _COUNT: dict[str, Any] = {"type": WholeNumber(min=1), "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _REAL: dict[str, Any] = {"type": float, "metavar": "X"}
@@ -228,6 +228,10 @@ sampling_options = _all(
         metavar="JSON",
     ),
     _sampling_option("--continue-final-message", "Go on with chats' last message, an assistant's.", is_flag=True),
+    _sampling_option(
+        "--split-reasoning", "Write what stands in <think></think> before the answer to reasoning_text.", is_flag=True
+    ),
+    _sampling_option("--stop-in-reasoning", "Let --stop count in that reasoning, too.", is_flag=True),
     _sampling_option("--include-stop-str-in-output", "Keep what stopped the text.", is_flag=True),
     _sampling_option("--ignore-eos", "Go on after an end-of-sequence token.", is_flag=True),
 )

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from minisgl_batch.errors import InvalidParameterError, RequestError
 from minisgl_batch.messages import NewRequest
+from minisgl_batch.reasoning import OPENING
 from minisgl_batch.sampling_params import MAX_LOGIT_RULES, MAX_SEED, NEUTRAL, EngineSampling, SamplingParams
 from minisgl_batch.tokenizer.tokenizer import IntArray, ModelTokenizer
 
@@ -37,6 +38,19 @@ class StopRules:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningRules:
+    """How a text is told from its reasoning.
+
+    Attributes:
+        opened: the prompt ends with the mark that opens it.
+        stops: stop strings count in it, too.
+    """
+
+    opened: bool
+    stops: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedRequest:
     """One prompt, ready for the engine.
 
@@ -45,11 +59,13 @@ class ResolvedRequest:
         samples: sampling of each of the prompt's `n` samples; they differ in `sample_index`, and the first one alone
             scores the prompt.
         stops: what ends each of them.
+        reasoning: how their texts are split, if they are.
     """
 
     prompt_ids: IntArray
     samples: tuple[EngineSampling, ...]
     stops: StopRules
+    reasoning: ReasoningRules | None = None
 
     def messages(self, first_uid: int) -> list[NewRequest]:
         """The engine's requests: sample i gets the uid `first_uid + i`."""
@@ -126,7 +142,11 @@ def resolve_request(
         include_in_output=_set(params.include_stop_str_in_output),
         min_tokens=_set(params.min_tokens),
     )
-    return ResolvedRequest(prompt_ids, samples, stops)
+    reasoning = None
+    if params.split_reasoning:
+        opened = tokenizer.last_text(prompt_ids).rstrip().endswith(OPENING)
+        reasoning = ReasoningRules(opened, _set(params.stop_in_reasoning))
+    return ResolvedRequest(prompt_ids, samples, stops, reasoning)
 
 
 def _fit(prompt_ids: IntArray, max_len: int, params: SamplingParams) -> IntArray:

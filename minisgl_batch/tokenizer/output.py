@@ -8,7 +8,7 @@ or a reader. Knows nothing of rows, Redis or sockets. Called by the worker group
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,10 +24,11 @@ from minisgl_batch.messages import (
     Scores,
     StepOutput,
 )
-from minisgl_batch.tokenizer.detokenizer import Detokenizer, TextStream
-from minisgl_batch.tokenizer.input import StopRules
+from minisgl_batch.reasoning import Reasoning, ReasoningSplitter
+from minisgl_batch.tokenizer.detokenizer import Detokenizer
+from minisgl_batch.tokenizer.growing import GrowingText
+from minisgl_batch.tokenizer.input import ReasoningRules, StopRules
 from minisgl_batch.tokenizer.logprobs import LogprobCollector, Logprobs, prompt_scores, sampled_scores
-from minisgl_batch.tokenizer.stop import StopScanner
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -43,12 +44,14 @@ class TextDelta:
         offset: characters before it; deltas continue each other, and the snapshot of `watch`, without a gap.
         text: never empty.
         num_tokens: the request's output tokens so far.
+        reasoning: where the parts of the text so far are, if it is to be split.
     """
 
     uid: int
     offset: int
     text: str
     num_tokens: int
+    reasoning: Reasoning | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class SampleOutput:
         first_token_s: when the first token arrived, on the caller's clock; None when none did.
         error: why the engine refused it, with finish_reason "error".
         logprobs: of `token_ids`, and
+        reasoning_text, raw_text: if the text was split, what stands between the marks, "" where there are none, and all
+            of the text, marks included; `text` is then the answer.
         prompt_logprobs: of the prompt's tokens but the first, if they were asked for and the request wasn't aborted.
     """
 
@@ -79,6 +84,8 @@ class SampleOutput:
     error: RequestError | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    reasoning_text: str | None = None
+    raw_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +113,17 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, uid: int, *, prompt_tokens: int, stops: StopRules, logprobs: LogprobCollector | None = None) -> None:
+    def add(
+        self,
+        uid: int,
+        *,
+        prompt_tokens: int,
+        stops: StopRules,
+        reasoning: ReasoningRules | None = None,
+        logprobs: LogprobCollector | None = None,
+    ) -> None:
         """Expect output of a request; call before the engine gets it."""
-        state = _RequestState(uid, prompt_tokens, stops, logprobs=logprobs)
+        state = _RequestState(uid, prompt_tokens, stops, reasoning, logprobs=logprobs)
         if stops.strings:
             state.start_text(self._detokenizer)
         self._live[uid] = state
@@ -158,6 +173,11 @@ class OutputProcessor:
         text = state.text or state.start_text(self._detokenizer)
         state.watched = True
         return text.so_far()
+
+    def reasoning(self, uid: int) -> Reasoning | None:
+        """Where the parts of a watched request's text so far are, if it is to be split."""
+        state = self._live.get(uid)
+        return None if state is None or state.text is None else state.text.reasoning
 
     def unwatch(self, uid: int) -> None:
         """Report no more deltas of the request; an unknown uid is ignored."""
@@ -212,18 +232,20 @@ class OutputProcessor:
             offset = state.text.num_chars
             released, stop_string = state.text.grow(state.token_ids, num_text_tokens, is_last=reason is not None)
             if released and state.watched:
-                events.deltas.append(TextDelta(state.uid, offset, released, len(state.token_ids)))
+                events.deltas.append(TextDelta(state.uid, offset, released, len(state.token_ids), state.text.reasoning))
         if stop_string is not None:
             reason = "stop"
         if reason is None:
             return False
         del self._live[state.uid]
         token_ids = state.token_ids.tolist()
+        text, reasoning = self._whole_text(state, token_ids[:num_text_tokens])
+        reasoning_text, answer = (None, text) if reasoning is None else reasoning.split(text)
         logprobs = state.logprobs if reason in ("stop", "length") else None
         events.finished.append(
             SampleOutput(
                 uid=state.uid,
-                text=state.text.so_far() if state.text else self._detokenizer.decode_full(token_ids[:num_text_tokens]),
+                text=answer,
                 token_ids=token_ids,
                 finish_reason=reason,
                 stop_reason=stop_reason if stop_string is None else stop_string,
@@ -233,9 +255,23 @@ class OutputProcessor:
                 error=error,
                 logprobs=None if logprobs is None else logprobs.output(token_ids),
                 prompt_logprobs=None if logprobs is None else logprobs.prompt(),
+                reasoning_text=reasoning_text,
+                raw_text=None if reasoning is None else text,
             )
         )
         return True
+
+    def _whole_text(self, state: _RequestState, text_tokens: list[int]) -> tuple[str, Reasoning | None]:
+        """The text of a request that has ended, and where its parts are."""
+        if state.text is not None:
+            return state.text.so_far(), state.text.reasoning
+        text = self._detokenizer.decode_full(text_tokens)
+        if state.reasoning is None:
+            return text, None
+        splitter = ReasoningSplitter(opened=state.reasoning.opened)
+        splitter.push(text)
+        splitter.flush()
+        return text, splitter.found
 
 
 @dataclass(slots=True)
@@ -245,58 +281,16 @@ class _RequestState:
     uid: int
     prompt_tokens: int
     stops: StopRules
+    reasoning: ReasoningRules | None = None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
-    text: _GrowingText | None = None
+    text: GrowingText | None = None
     watched: bool = False
     cached_tokens: int = 0
     first_token_s: float | None = None
     logprobs: LogprobCollector | None = None
 
-    def start_text(self, detokenizer: Detokenizer) -> _GrowingText:
+    def start_text(self, detokenizer: Detokenizer) -> GrowingText:
         """Make the text while it grows from now on, beginning with the tokens that are here."""
-        self.text = _GrowingText(detokenizer.stream(), self.stops)
+        self.text = GrowingText(detokenizer.stream(), self.stops, self.reasoning)
         self.text.grow(self.token_ids, len(self.token_ids), is_last=False)
         return self.text
-
-
-class _GrowingText:
-    """The text of a request as its tokens come: detokenized, and searched for stop strings where there are any."""
-
-    __slots__ = ("_min_tokens", "_num_tokens", "_pieces", "_scanner", "_stream", "num_chars")
-
-    def __init__(self, stream: TextStream, stops: StopRules) -> None:
-        self._stream = stream
-        self._min_tokens = stops.min_tokens
-        self._scanner = StopScanner(stops.strings, include=stops.include_in_output) if stops.strings else None
-        self._pieces: list[str] = []
-        self._num_tokens = 0
-        self.num_chars = 0
-
-    def grow(self, token_ids: Sequence[int], num_text_tokens: int, *, is_last: bool) -> tuple[str, str | None]:
-        """Take the tokens up to `num_text_tokens`; returns the text that this releases, and a stop string if found."""
-        unsearched = self._push(token_ids, min(self._min_tokens, num_text_tokens))
-        text = self._push(token_ids, num_text_tokens)
-        if is_last:
-            text += self._stream.flush()
-        stop_string = None
-        if self._scanner is None:
-            text = unsearched + text
-        else:
-            released = self._scanner.skip(unsearched) if unsearched else ""
-            text, stop_string = self._scanner.push(text)
-            text = released + text
-            if is_last and stop_string is None:
-                text += self._scanner.flush()
-        if text:
-            self._pieces.append(text)
-            self.num_chars += len(text)
-        return text, stop_string
-
-    def _push(self, token_ids: Sequence[int], end: int) -> str:
-        """The text of the next tokens, up to `end`."""
-        new = token_ids[self._num_tokens : end]
-        self._num_tokens += len(new)
-        return "".join(map(self._stream.push, new))
-
-    def so_far(self) -> str:
-        return "".join(self._pieces)

@@ -29,6 +29,7 @@ PromptInput: TypeAlias = str | Sequence[int] | Sequence[Message]
 
 # Without any of them transformers 5 makes up a tokenizer that has hardly a token.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_LAST_TOKENS = 16  # enough for a mark and the white space behind it, in bytes if need be
 _PROBE = "turn-end-probe"  # a text that no template holds itself
 
 
@@ -223,6 +224,10 @@ class ModelTokenizer:
         if text is None:
             text = self._token_texts[token_id] = self._fast.decode([token_id], skip_special_tokens=False)
         return text
+
+    def last_text(self, token_ids: IntArray) -> str:
+        """The text of the last few tokens, special ones included."""
+        return self._fast.decode(token_ids[-_LAST_TOKENS:].tolist(), skip_special_tokens=False)
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         stem = word.lstrip() or word

@@ -126,6 +126,21 @@ def test_an_answer_that_goes_on(llm: LLM) -> None:
         llm.generate([MESSAGES, QUESTION], SamplingParams(tools=({"name": "f"},)), progress=False)
 
 
+def test_reasoning_that_the_prompt_opens(llm: LLM) -> None:
+    params = SamplingParams(split_reasoning=True, max_tokens=5, ignore_eos=True)
+    prompts = ["17 + 25 = <think>\n", "17 + 25 ="]
+    thinking, plain = (output.outputs[0] for output in llm.generate(prompts, params, progress=False))
+    assert thinking.raw_text is not None
+    assert thinking.reasoning_text == thinking.raw_text.strip() != ""
+    assert thinking.text == ""
+    assert (plain.reasoning_text, plain.raw_text) == ("", plain.text)
+    streamed = {0: "", 1: ""}
+    for event in llm.stream(prompts, params):
+        assert event.prompt_index == 0 or not event.reasoning_text
+        streamed[event.prompt_index] += event.reasoning_text + event.text
+    assert streamed == {0: thinking.reasoning_text, 1: plain.text}
+
+
 def test_what_changes_logits(llm: LLM) -> None:
     """42 is what the model says, as "4" and "2"."""
 

@@ -52,6 +52,8 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "tools": st.lists(OBJECTS, max_size=3),
     "chat_template_kwargs": OBJECTS,
     "continue_final_message": st.booleans(),
+    "split_reasoning": st.booleans(),
+    "stop_in_reasoning": st.booleans(),
 }
 PARAMS = st.fixed_dictionaries({}, optional=GOOD)
 ANYTHING = st.recursive(

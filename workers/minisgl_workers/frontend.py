@@ -227,7 +227,11 @@ class Frontend:
                 request = messages[sample_index]
                 logprobs = LogprobCollector.of(request)
                 self._outputs.add(
-                    request.uid, prompt_tokens=len(resolved.prompt_ids), stops=resolved.stops, logprobs=logprobs
+                    request.uid,
+                    prompt_tokens=len(resolved.prompt_ids),
+                    stops=resolved.stops,
+                    reasoning=resolved.reasoning,
+                    logprobs=logprobs,
                 )
                 self._running[request.uid] = RunningSample(
                     request.uid, work, row, sample_index, request.sampling.seed, started_at

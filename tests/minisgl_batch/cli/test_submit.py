@@ -86,6 +86,7 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
     options += " --logprobs 2 --prompt-logprobs 0 --truncate left"
     (tmp_path / "tools.json").write_text('[{"name": "f"}]')
     options += f' --tools {tmp_path}/tools.json --chat-template-kwargs {{"a":1}} --continue-final-message'
+    options += " --split-reasoning --stop-in-reasoning"
     options += " --seed 9 --limit 2 --priority high --chunk-rows 1 --token-ids --no-chat --on-error record"
     template = ["--template", "Say {text}."]
     job_id = run_cli("submit", source, "--model", MODEL, *options.split(), *template).stdout.strip()
@@ -113,6 +114,8 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
         tools=({"name": "f"},),
         chat_template_kwargs={"a": 1},
         continue_final_message=True,
+        split_reasoning=True,
+        stop_in_reasoning=True,
     )
     assert (spec.params, spec.seed, spec.num_rows, spec.chunk_rows) == (params, 9, 2, 1)  # type: ignore[attr-defined]
     assert (spec.priority, spec.token_ids) == (Priority.HIGH, True)  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from minisgl_batch.messages import (
     StepOutput,
 )
 from minisgl_batch.tokenizer.detokenizer import make_detokenizer
-from minisgl_batch.tokenizer.input import StopRules
+from minisgl_batch.tokenizer.input import ReasoningRules, StopRules
 from minisgl_batch.tokenizer.output import OutputEvents, OutputProcessor, SampleOutput
 
 EOS = 2
@@ -44,12 +44,18 @@ def step(*rows: tuple[int, int, int], first: dict[int, int] | None = None) -> St
 class Row:
     """One request: what a reader was shown, what came out."""
 
-    def __init__(self, processor: OutputProcessor, stops: StopRules | None = None, uid: int = 7) -> None:
+    def __init__(
+        self,
+        processor: OutputProcessor,
+        stops: StopRules | None = None,
+        uid: int = 7,
+        reasoning: ReasoningRules | None = None,
+    ) -> None:
         self.processor, self.uid = processor, uid
         self.shown = ""
         self.aborts: list[int] = []
         self.result: SampleOutput | None = None
-        processor.add(uid, prompt_tokens=3, stops=stops or StopRules())
+        processor.add(uid, prompt_tokens=3, stops=stops or StopRules(), reasoning=reasoning)
 
     def watch(self) -> None:
         snapshot = self.processor.watch(self.uid)
@@ -143,6 +149,43 @@ def test_stop_strings_wait_for_min_tokens(
     row.feed(ids, FINISH_LENGTH)
     assert row.end().text == text
     assert row.end().finish_reason == ("length" if min_tokens == 9 else "stop")
+
+
+@pytest.mark.parametrize(
+    ("stop", "stops", "opened", "parts"),
+    [
+        ((), False, False, ("a dog", "a dog a")),
+        (("dog",), False, False, ("a dog", "a ")),
+        (("dog",), True, False, ("a", "")),
+        (("dog a",), False, False, ("a dog", "a ")),
+        (("dog",), False, True, ("a dog", "a ")),
+        (("dog",), True, True, ("a", "")),
+        (("k> a d",), True, False, ("a dog\n</thin", "")),  # across the mark
+        (("k> a d",), False, False, ("a dog", "a dog a")),
+    ],
+)
+@pytest.mark.parametrize("watched", [False, True])
+def test_reasoning_is_split_off_and_searched_only_when_asked(
+    processor: OutputProcessor,
+    tokenizer: Tokenizer,
+    stop: tuple[str, ...],
+    stops: bool,
+    opened: bool,
+    parts: tuple[str, str],
+    watched: bool,
+) -> None:
+    text = ("" if opened else "<think>\n") + "a dog\n</think> a dog a"
+    rules = ReasoningRules(opened=opened, stops=stops)
+    row = Row(processor, StopRules(strings=stop), reasoning=rules)
+    if watched:
+        row.watch()
+    row.feed(tokenizer.encode(text).ids, FINISH_LENGTH)
+    result = row.end()
+    assert (result.reasoning_text, result.text) == parts
+    assert result.raw_text is not None
+    assert text.startswith(result.raw_text)
+    assert result.raw_text.endswith(result.text)
+    assert not watched or row.shown == result.raw_text
 
 
 def test_text_that_may_begin_a_stop_string_is_shown_late(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
