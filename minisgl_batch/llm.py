@@ -35,6 +35,7 @@ from minisgl_batch.prompts import Prompts, as_chats, as_prompts
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
 from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
+    ChatOptions,
     Logprob,
     LogprobCollector,
     ModelTokenizer,
@@ -143,14 +144,33 @@ class LLM:
         return self._generate(as_prompts(prompts), sampling_params, progress)
 
     def chat(
-        self, messages: Sequence[Any], sampling_params: Params = None, *, progress: bool = True
+        self,
+        messages: Sequence[Any],
+        sampling_params: Params = None,
+        *,
+        progress: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        continue_final_message: bool | None = None,
     ) -> list[RequestOutput]:
         """`generate` for one chat, which is a list of messages, or a list of chats.
 
+        Args:
+            messages, sampling_params, progress: as `generate`.
+            tools, chat_template_kwargs, continue_final_message: of chats whose `sampling_params` don't say otherwise.
+
         Raises:
-            UsageError: it is something else. RequestError: as `generate`.
+            UsageError: it is something else, or an argument has a value that can't be used.
+            RequestError: as `generate`.
         """
-        return self._generate(as_chats(messages), sampling_params, progress)
+        chats = as_chats(messages)
+        options = SamplingParams(
+            tools=None if tools is None else tuple(tools),
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
+        layers = [layer.over(options) for layer in _layers(sampling_params, len(chats))]
+        return self._generate(chats, layers, progress)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamEvent]:
         """Generate for all prompts, and yield text as it comes. A caller who leaves early ends what still runs.
@@ -191,11 +211,9 @@ class LLM:
         return work.outputs()
 
     def _prepare(self, inputs: list[PromptInput], params: Params) -> _Work:
-        layers = [params or SamplingParams()] * len(inputs) if not isinstance(params, Sequence) else list(params)
-        if len(layers) != len(inputs):
-            raise UsageError(f"sampling_params: {len(layers)} were given for {count(len(inputs), 'prompt')}")
+        layers = _layers(params, len(inputs))
         work = _Work(inputs, self.tokenizer)
-        encoded = self.tokenizer.encode_inputs(inputs)
+        encoded = self.tokenizer.encode_inputs(inputs, options=[ChatOptions.of(layer) for layer in layers])
         for index, (ids, layer) in enumerate(zip(encoded, layers, strict=True)):
             try:
                 if isinstance(ids, RequestError):
@@ -251,6 +269,14 @@ class LLM:
             if events.aborts:
                 self._inbox.append(AbortRequests(events.aborts))
             yield events
+
+
+def _layers(params: Params, num_prompts: int) -> list[SamplingParams]:
+    """The parameters of each prompt."""
+    layers = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
+    if len(layers) != num_prompts:
+        raise UsageError(f"sampling_params: {len(layers)} were given for {count(num_prompts, 'prompt')}")
+    return layers
 
 
 class _Work:

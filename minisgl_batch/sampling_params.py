@@ -25,6 +25,27 @@ MAX_PENALTY = 2.0  # of presence and frequency, either way: the range of the Ope
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROBS = 20
+# What rendering sets itself, or transformers would take for its own.
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "self",
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 MAX_LOGIT_RULES = 2048
 """Tokens of one row that may be named in `logit_bias`, `bad_words` and, with `min_tokens`, as stop tokens."""
 
@@ -67,6 +88,35 @@ def _check_strings(field: str, value: object, most: int) -> None:
     for string in strings:
         if not is_unicode(string):
             raise InvalidParameterError(field, f"isn't valid Unicode: {string!r}")
+
+
+def _check_json(field: str, value: object) -> None:
+    """Make sure that the value is the same after it has travelled as JSON or MessagePack."""
+    try:
+        msgspec.msgpack.encode(value)
+        is_kept = msgspec.json.decode(msgspec.json.encode(value)) == value
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        is_kept = False
+    if not is_kept:
+        raise InvalidParameterError(field, "must hold nothing but what JSON has, and no number of more than 64 bits")
+
+
+def _check_tools(tools: object) -> None:
+    if tools is None:
+        return
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidParameterError("tools", f"must be a list of objects, got {tools!r}")
+    _check_json("tools", list(tools))
+
+
+def _check_template_kwargs(given: object) -> None:
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise InvalidParameterError("chat_template_kwargs", f"must be an object, got {given!r}")
+    if taken := sorted(_TEMPLATE_ARGUMENTS.intersection(given)):
+        raise InvalidParameterError("chat_template_kwargs", f"can't set {taken[0]}, which is set otherwise")
+    _check_json("chat_template_kwargs", given)
 
 
 def _check_stop_token_ids(token_ids: object) -> None:
@@ -145,6 +195,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             prefix cache has of it isn't used.
         truncate: what becomes of a prompt that leaves no room: "error" refuses it; "left" and "right" cut tokens off
             its beginning or its end, until the context has room for it and `max_tokens`.
+        tools: of chats, functions that the model may call, as JSON schemas; what it calls is part of the text.
+        chat_template_kwargs: of chats, variables of the model's chat template, such as {"enable_thinking": False}.
+        continue_final_message: of chats, the text goes on with the last message, which is an assistant's.
 
     Raises:
         InvalidParameterError: a value is out of its range; names the field.
@@ -170,6 +223,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     truncate: Truncate | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
 
     def __post_init__(self) -> None:
         for field, limits in _WHOLE_FIELDS.items():
@@ -187,6 +243,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         _check_stop_token_ids(self.stop_token_ids)
         _check_bool("ignore_eos", self.ignore_eos)
         _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+        _check_bool("continue_final_message", self.continue_final_message)
+        _check_tools(self.tools)
+        _check_template_kwargs(self.chat_template_kwargs)
         _check_choice("truncate", self.truncate, get_args(Truncate))
         self._normalise()
 
@@ -195,7 +254,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         for field in _REAL_FIELDS:
             if isinstance(value := getattr(self, field), int):
                 msgspec.structs.force_setattr(self, field, float(value))
-        for field in ("stop", "stop_token_ids", "bad_words"):
+        for field in ("stop", "stop_token_ids", "bad_words", "tools"):
             if isinstance(value := getattr(self, field), list):
                 msgspec.structs.force_setattr(self, field, tuple(value))
         if self.logit_bias is not None:

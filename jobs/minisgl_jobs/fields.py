@@ -56,8 +56,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "detokenize": (True,),
     "do_sample": (),
     "echo": (False,),
@@ -85,7 +83,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
@@ -101,6 +98,10 @@ IGNORED = frozenset(
 _NO_BEAMS = "remove it, as there is no beam search: use n with logprobs, and choose among the samples"
 _UNSUPPORTED_HINTS = {
     **dict.fromkeys(("length_penalty", "num_beams", "use_beam_search"), _NO_BEAMS),
+    "chat_template": "put it into the model's folder",
+    "functions": "use tools",
+    "reasoning_effort": "use chat_template_kwargs, if the model's template knows it",
+    "tool_choice": "remove it: the model itself decides whether it calls a tool",
     "allowed_token_ids": "use logit_bias, or bad_words for what mustn't come",
     "best_of": "use n with logprobs, and choose among the samples",
     "detokenize": "remove it: --token-ids adds the ids to the results",

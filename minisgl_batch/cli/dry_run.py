@@ -94,7 +94,7 @@ def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
     Raises:
         ModelError: there is no such model, or it has no usable tokenizer.
     """
-    from minisgl_batch.tokenizer import ModelTokenizer, hide_torch, resolve_request
+    from minisgl_batch.tokenizer import ChatOptions, ModelTokenizer, hide_torch, resolve_request
 
     if "torch" not in sys.modules:
         hide_torch()  # nothing is computed before this process ends
@@ -103,7 +103,8 @@ def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
     counts = TokenCounts(context=tokenizer.max_len)
     for chunk in submission.chunks():
         rows = [row for row in chunk if row.error is None]
-        encoded = tokenizer.encode_inputs([row.input for row in rows], system=spec.system)
+        options = [ChatOptions.of(row.params, spec.params) for row in rows]
+        encoded = tokenizer.encode_inputs([row.input for row in rows], system=spec.system, options=options)
         for row, ids in zip(rows, encoded, strict=True):
             try:
                 if isinstance(ids, RequestError):

@@ -1,5 +1,6 @@
 """Text on its way into the engine and out of it. No torch in here."""
 
+from minisgl_batch.tokenizer.chat import ChatOptions
 from minisgl_batch.tokenizer.detokenizer import Detokenizer, TextStream
 from minisgl_batch.tokenizer.input import ResolvedRequest, StopRules, derive_seed, resolve_request
 from minisgl_batch.tokenizer.logprobs import Logprob, LogprobCollector, Logprobs
@@ -7,6 +8,7 @@ from minisgl_batch.tokenizer.output import FinishReason, OutputEvents, OutputPro
 from minisgl_batch.tokenizer.tokenizer import ModelTokenizer, PromptInput, hide_torch
 
 __all__ = [
+    "ChatOptions",
     "Detokenizer",
     "FinishReason",
     "Logprob",

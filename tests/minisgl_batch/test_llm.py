@@ -116,6 +116,16 @@ def test_a_cut_prompt_is_told_as_it_was_read(llm: LLM) -> None:
     assert whole.prompt_token_ids == ids
 
 
+def test_an_answer_that_goes_on(llm: LLM) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "4"}]
+    (output,) = llm.chat(begun, progress=False, continue_final_message=True)
+    assert output.outputs[0].text == "2"
+    with pytest.raises(RequestError, match="prompt 0: continue_final_message: the last message must be"):
+        llm.chat(MESSAGES, SamplingParams(continue_final_message=True), progress=False)
+    with pytest.raises(RequestError, match="prompt 1: tools: only messages are rendered"):
+        llm.generate([MESSAGES, QUESTION], SamplingParams(tools=({"name": "f"},)), progress=False)
+
+
 def test_what_changes_logits(llm: LLM) -> None:
     """42 is what the model says, as "4" and "2"."""
 

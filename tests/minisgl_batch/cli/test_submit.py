@@ -84,6 +84,8 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
     options += " --stop-token-ids 4,5 --include-stop-str-in-output --min-tokens 2 --bad-words x --bad-words y"
     options += " --presence-penalty 1 --frequency-penalty -0.5 --repetition-penalty 1.1 --logit-bias 7:-100,5:2.5"
     options += " --logprobs 2 --prompt-logprobs 0 --truncate left"
+    (tmp_path / "tools.json").write_text('[{"name": "f"}]')
+    options += f' --tools {tmp_path}/tools.json --chat-template-kwargs {{"a":1}} --continue-final-message'
     options += " --seed 9 --limit 2 --priority high --chunk-rows 1 --token-ids --no-chat --on-error record"
     template = ["--template", "Say {text}."]
     job_id = run_cli("submit", source, "--model", MODEL, *options.split(), *template).stdout.strip()
@@ -108,6 +110,9 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
         logprobs=2,
         prompt_logprobs=0,
         truncate="left",
+        tools=({"name": "f"},),
+        chat_template_kwargs={"a": 1},
+        continue_final_message=True,
     )
     assert (spec.params, spec.seed, spec.num_rows, spec.chunk_rows) == (params, 9, 2, 1)  # type: ignore[attr-defined]
     assert (spec.priority, spec.token_ids) == (Priority.HIGH, True)  # type: ignore[attr-defined]
