@@ -5,7 +5,8 @@
 
 Checks come first, then measurements, the largest groups before smaller ones. Each step is a process of its own with a
 time limit, and what it leaves behind is killed. A step that fails or takes too long stops no other; one that needs more
-than is left of the budget is left out. The exit code is 1 if a check failed, or a step broke.
+than is left of the budget is left out. The exit code is 1 if a check failed, or a step broke. MINISGL_COMMIT names the
+commit where git can't.
 """
 
 from __future__ import annotations
