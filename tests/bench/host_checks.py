@@ -98,7 +98,8 @@ def main() -> int:
 def options(device: str, dtype: str) -> dict[str, Any]:
     """Of engines whose ids are compared; attention in float32 is Triton's on a GPU."""
     backend = "triton" if device == "cuda" and dtype == "float32" else "auto"
-    return {"device": device, "dtype": dtype, "attention_backend": backend, "num_pages": 2048, "max_running": 32}
+    num_pages = 2048 if device == "cuda" else 256
+    return {"device": device, "dtype": dtype, "attention_backend": backend, "num_pages": num_pages, "max_running": 32}
 
 
 def ids(given: argparse.Namespace, folder: Path) -> Iterator[Finding]:

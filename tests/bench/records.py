@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,9 +52,9 @@ def about(module: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the tree that runs: what MINISGL_COMMIT says, for copies without a history, else what git does."""
-    if named := os.environ.get(COMMIT_VARIABLE):
-        return named
+    """Of the tree that runs: what MINISGL_COMMIT says, for copies without a history, else what git does; or ""."""
+    if COMMIT_VARIABLE in os.environ or shutil.which("git") is None:
+        return os.environ.get(COMMIT_VARIABLE, "")
     command = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 

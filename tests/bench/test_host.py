@@ -55,9 +55,20 @@ def test_a_step_that_goes_wrong_stops_no_other(tmp_path: Path) -> None:
 def test_what_the_budget_is_too_small_for_is_left_out() -> None:
     refused = Step("three ranks", why_not="valid sizes: 1, 2")
     outcomes = host.run_all([refused, step("good", needs_s=100), step("slow"), step("good")], 1)
-    assert [outcome.verdict for outcome in outcomes] == ["left out", "left out", "FAILED", "left out"]
-    assert outcomes[0].detail == "valid sizes: 1, 2"
-    assert outcomes[1].detail == "1 s are left, and it needs 100 s"
+    assert [outcome.verdict for outcome in outcomes] == ["left out"] * 4
+    details = [
+        "valid sizes: 1, 2",
+        "1 s are left, and it needs 100 s",
+        "the budget's last 1 s weren't enough",
+        "0 s are left, and it needs 0 s",
+    ]
+    assert [outcome.detail for outcome in outcomes] == details
+
+
+@pytest.mark.usefixtures("modules")
+def test_a_fault_that_is_found_counts_however_little_time_is_left() -> None:
+    (outcome,) = host.run_all([step("wrong")], 3)
+    assert (outcome.verdict, outcome.faults) == ("FAILED", [{"passed": False}])
 
 
 @pytest.mark.usefixtures("modules")
