@@ -15,8 +15,8 @@ class CompletionOutput:
         index: which of the prompt's `n` samples.
         text: what was generated, without the token or string that stopped it.
         token_ids: every generated token, the one that stopped it included.
-        finish_reason: "stop" or "length".
-        stop_reason: the stop string or stop token id; None for an end-of-sequence token and for "length".
+        finish_reason: "stop", "length", "timeout" or "repetition".
+        stop_reason: the stop string or stop token id; None for an end-of-sequence token and the other finish reasons.
         logprobs: with `SamplingParams.logprobs`, for each of `token_ids`: it and the most probable ones there, by id.
         cumulative_logprob: the sum over `token_ids`.
         reasoning_text, raw_text: with `SamplingParams.split_reasoning`, what was written before the answer, and all

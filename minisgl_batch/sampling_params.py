@@ -11,10 +11,12 @@ from typing import Any, Literal, TypeAlias, get_args
 import msgspec
 
 from minisgl_batch.errors import InvalidParameterError
-from minisgl_batch.words import is_unicode
+from minisgl_batch.param_checks import check_bool, check_choice, check_float, check_int, check_json, check_strings
 
 Truncate: TypeAlias = Literal["error", "left", "right"]
 
+MAX_TIMEOUT_S = 1e9
+MIN_REPETITION_GUARD = 16
 MAX_TOKENS_LIMIT = 1 << 24  # no model's context comes near; larger values are typing mistakes
 MIN_TEMPERATURE = 1e-5  # below, noise would drown in rounding: such rows are greedy
 MAX_SEED = (1 << 63) - 1
@@ -50,63 +52,12 @@ MAX_LOGIT_RULES = 2048
 """Tokens of one row that may be named in `logit_bias`, `bad_words` and, with `min_tokens`, as stop tokens."""
 
 
-def _check_int(field: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameterError(field, f"must be a whole number, got {value!r}")
-    if not low <= value <= high:
-        raise InvalidParameterError(field, f"must be between {low} and {high}, got {value}")
-
-
-def _check_float(field: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidParameterError(field, f"must be a number, got {value!r}")
-    if not low <= value <= high or (low_open and value == low):  # also refuses NaN
-        opening = "(" if low_open else "["
-        raise InvalidParameterError(field, f"must be in {opening}{low:g}, {high:g}], got {value}")
-
-
-def _check_bool(field: str, value: object) -> None:
-    if value is not None and not isinstance(value, bool):
-        raise InvalidParameterError(field, f"must be true or false, got {value!r}")
-
-
-def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    if value is not None and value not in choices:
-        raise InvalidParameterError(field, f"must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _check_strings(field: str, value: object, most: int) -> None:
-    strings = [value] if isinstance(value, str) else value
-    if strings is None:
-        return
-    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
-        raise InvalidParameterError(field, f"must be a string or a list of strings, got {value!r}")
-    if len(strings) > most:
-        raise InvalidParameterError(field, f"at most {most} strings, got {len(strings)}")
-    if not all(strings):
-        raise InvalidParameterError(field, "must not hold an empty string")
-    for string in strings:
-        if not is_unicode(string):
-            raise InvalidParameterError(field, f"isn't valid Unicode: {string!r}")
-
-
-def _check_json(field: str, value: object) -> None:
-    """Make sure that the value is the same after it has travelled as JSON or MessagePack."""
-    try:
-        msgspec.msgpack.encode(value)
-        is_kept = msgspec.json.decode(msgspec.json.encode(value)) == value
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        is_kept = False
-    if not is_kept:
-        raise InvalidParameterError(field, "must hold nothing but what JSON has, and no number of more than 64 bits")
-
-
 def _check_tools(tools: object) -> None:
     if tools is None:
         return
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidParameterError("tools", f"must be a list of objects, got {tools!r}")
-    _check_json("tools", list(tools))
+    check_json("tools", list(tools))
 
 
 def _check_template_kwargs(given: object) -> None:
@@ -116,7 +67,7 @@ def _check_template_kwargs(given: object) -> None:
         raise InvalidParameterError("chat_template_kwargs", f"must be an object, got {given!r}")
     if taken := sorted(_TEMPLATE_ARGUMENTS.intersection(given)):
         raise InvalidParameterError("chat_template_kwargs", f"can't set {taken[0]}, which is set otherwise")
-    _check_json("chat_template_kwargs", given)
+    check_json("chat_template_kwargs", given)
 
 
 def _check_stop_token_ids(token_ids: object) -> None:
@@ -125,7 +76,7 @@ def _check_stop_token_ids(token_ids: object) -> None:
     if not isinstance(token_ids, list | tuple):
         raise InvalidParameterError("stop_token_ids", f"must be a list of token ids, got {token_ids!r}")
     for token_id in token_ids:
-        _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+        check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 
 
 def _read_logit_bias(given: object) -> dict[int, float]:
@@ -137,8 +88,8 @@ def _read_logit_bias(given: object) -> dict[int, float]:
         if bias is None:
             continue
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
-        _check_int("logit_bias", token, 0, MAX_TOKEN_ID)
-        _check_float("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        check_int("logit_bias", token, 0, MAX_TOKEN_ID)
+        check_float("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if token in biases:
             raise InvalidParameterError("logit_bias", f"names token {token} twice")
         biases[token] = float(bias)
@@ -156,6 +107,7 @@ _WHOLE_FIELDS = {
     "top_k": (-1, MAX_TOKEN_ID),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "repetition_guard": (MIN_REPETITION_GUARD, MAX_TOKENS_LIMIT),
 }
 _REAL_FIELDS = {
     "temperature": (0.0, 100.0, False),
@@ -164,6 +116,7 @@ _REAL_FIELDS = {
     "presence_penalty": (-MAX_PENALTY, MAX_PENALTY, False),
     "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY, False),
     "repetition_penalty": (0.0, MAX_REPETITION_PENALTY, True),
+    "row_timeout": (0.0, MAX_TIMEOUT_S, True),
 }
 
 
@@ -204,6 +157,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             prefix cache has of it isn't used.
         truncate: what becomes of a prompt that leaves no room: "error" refuses it; "left" and "right" cut tokens off
             its beginning or its end, until the context has room for it and `max_tokens`.
+        row_timeout: seconds from a sample's first token after which it ends, with what it has.
+        repetition_guard: a text ends when its last so many tokens, at least 16, are one piece of at most a quarter of
+            them over and over. It is looked at now and then, so a few more tokens may come.
         tools: of chats, functions that the model may call, as JSON schemas; what it calls is part of the text.
         chat_template_kwargs: of chats, variables of the model's chat template, such as {"enable_thinking": False}.
         split_reasoning: `text` is the answer alone; what the model writes between <think> and </think> before it goes
@@ -240,26 +196,28 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     continue_final_message: bool | None = None
     split_reasoning: bool | None = None
     stop_in_reasoning: bool | None = None
+    row_timeout: float | None = None
+    repetition_guard: int | None = None
 
     def __post_init__(self) -> None:
         for field, limits in _WHOLE_FIELDS.items():
             if (value := getattr(self, field)) is not None:
-                _check_int(field, value, *limits)
+                check_int(field, value, *limits)
         for field, (low, high, low_open) in _REAL_FIELDS.items():
             if (value := getattr(self, field)) is not None:
-                _check_float(field, value, low, high, low_open=low_open)
+                check_float(field, value, low, high, low_open=low_open)
         if self.max_tokens is not None and self.min_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
                 "min_tokens", f"must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}"
             )
-        _check_strings("stop", self.stop, MAX_STOP_STRINGS)
-        _check_strings("bad_words", self.bad_words, MAX_LOGIT_RULES)
+        check_strings("stop", self.stop, MAX_STOP_STRINGS)
+        check_strings("bad_words", self.bad_words, MAX_LOGIT_RULES)
         _check_stop_token_ids(self.stop_token_ids)
         for field in _FLAG_FIELDS:
-            _check_bool(field, getattr(self, field))
+            check_bool(field, getattr(self, field))
         _check_tools(self.tools)
         _check_template_kwargs(self.chat_template_kwargs)
-        _check_choice("truncate", self.truncate, get_args(Truncate))
+        check_choice("truncate", self.truncate, get_args(Truncate))
         self._normalise()
 
     def _normalise(self) -> None:

@@ -235,7 +235,7 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     custom_id: str = ""
     status: Literal["ok", "error"] = "ok"
     text: str = ""
-    finish_reason: Literal["stop", "length", "abort", "error"] = "stop"
+    finish_reason: Literal["stop", "length", "timeout", "repetition", "abort", "error"] = "stop"
     stop_reason: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0

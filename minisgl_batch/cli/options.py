@@ -44,6 +44,8 @@ _SAMPLING_FIELDS = (
     "logprobs",
     "prompt_logprobs",
     "truncate",
+    "row_timeout",
+    "repetition_guard",
     "tools",
     "chat_template_kwargs",
     *_STRINGS,
@@ -219,6 +221,10 @@ sampling_options = _all(
         "--truncate",
         "Of prompts that leave no room for --max-tokens: error rows, or cut their beginning or end.  [default: error]",
         type=click.Choice(get_args(Truncate)),
+    ),
+    _sampling_option("--row-timeout", "End a text so many seconds after its first token.", **_REAL),
+    _sampling_option(
+        "--repetition-guard", "End a text when its last N tokens repeat a piece of N/4 tokens or fewer.", **_NUMBER
     ),
     _sampling_option("--tools", "JSON file of functions that chats may call.", type=json_file, metavar="FILE"),
     _sampling_option(

@@ -29,12 +29,16 @@ class StopRules:
         token_ids: the stop tokens that aren't EOS; generation ends at any of them, and they are not part of the text.
         include_in_output: keep the stop string, or the stop token's text.
         min_tokens: no string counts that is complete before so many tokens.
+        timeout_s: from the first token, after which the next one is the last; None: never.
+        repetition_guard: so many tokens that are one piece over and over end the text; 0: none do.
     """
 
     strings: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
     include_in_output: bool = False
     min_tokens: int = 0
+    timeout_s: float | None = None
+    repetition_guard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,8 @@ def resolve_request(
         token_ids=stop_token_ids - eos_ids,
         include_in_output=_set(params.include_stop_str_in_output),
         min_tokens=_set(params.min_tokens),
+        timeout_s=params.row_timeout,
+        repetition_guard=params.repetition_guard or 0,
     )
     reasoning = None
     if params.split_reasoning:

@@ -30,9 +30,13 @@ from minisgl_batch.tokenizer.growing import GrowingText
 from minisgl_batch.tokenizer.input import ReasoningRules, StopRules
 from minisgl_batch.tokenizer.logprobs import LogprobCollector, Logprobs, prompt_scores, sampled_scores
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "timeout", "repetition", "abort", "error"]
 
 _FINISH_REASONS: dict[int, FinishReason] = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_ABORT: "abort"}
+
+
+MIN_REPEATS = 4  # of a piece, for the repetition guard
+_LOOKS = 8  # of the guard, while as many tokens come as it looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ class SampleOutput:
         uid: the request.
         text: without the EOS or stop token, and without the stop string unless it was to be included.
         token_ids: every output token up to and with the one that ended it.
-        finish_reason: "stop" (EOS, stop token or stop string), "length", "abort" or "error".
+        finish_reason: "stop" (EOS, stop token or stop string), "length", "timeout", "repetition", "abort" or
+            "error".
         stop_reason: the stop string or the stop token's id; None for EOS and for the other finish reasons.
         prompt_tokens, cached_tokens: of the prompt, and how many of them came from the prefix cache.
         first_token_s: when the first token arrived, on the caller's clock; None when none did.
@@ -150,8 +155,8 @@ class OutputProcessor:
                 continue
             if token >= 0:
                 state.token_ids.append(token)
-            if finish or state.text is not None:
-                self._advance(state, token, finish, events)
+            if finish or state.text is not None or state.is_limited:
+                self._advance(state, token, finish, now_s, events)
         return events
 
     def _take_scores(self, scores: Scores) -> None:
@@ -201,7 +206,7 @@ class OutputProcessor:
                 self._settle(state, len(state.token_ids), "error", None, events, RequestError("request_refused", why))
         return events
 
-    def _advance(self, state: _RequestState, token: int, finish: int, events: OutputEvents) -> None:
+    def _advance(self, state: _RequestState, token: int, finish: int, now_s: float, events: OutputEvents) -> None:
         """Take the step's token, which is the last of `state.token_ids`, and how the engine ended the request."""
         num_text_tokens = len(state.token_ids)
         stop_reason = None
@@ -210,7 +215,8 @@ class OutputProcessor:
                 stop_reason = token
             if stop_reason is None or not state.stops.include_in_output:
                 num_text_tokens -= 1
-        ended = self._settle(state, num_text_tokens, _FINISH_REASONS.get(finish), stop_reason, events)
+        reason = state.limit(now_s) if finish == NOT_FINISHED else _FINISH_REASONS[finish]
+        ended = self._settle(state, num_text_tokens, reason, stop_reason, events)
         if ended and finish == NOT_FINISHED:
             events.aborts.append(state.uid)
 
@@ -241,7 +247,7 @@ class OutputProcessor:
         token_ids = state.token_ids.tolist()
         text, reasoning = self._whole_text(state, token_ids[:num_text_tokens])
         reasoning_text, answer = (None, text) if reasoning is None else reasoning.split(text)
-        logprobs = state.logprobs if reason in ("stop", "length") else None
+        logprobs = state.logprobs if reason not in ("abort", "error") else None
         events.finished.append(
             SampleOutput(
                 uid=state.uid,
@@ -288,9 +294,28 @@ class _RequestState:
     cached_tokens: int = 0
     first_token_s: float | None = None
     logprobs: LogprobCollector | None = None
+    is_limited: bool = False  # whether `limit` may end it
+
+    def __post_init__(self) -> None:
+        self.is_limited = self.stops.timeout_s is not None or self.stops.repetition_guard > 0
+
+    def limit(self, now_s: float) -> FinishReason | None:
+        """Why it ends here though the engine would go on, if it does."""
+        timeout_s, first_s = self.stops.timeout_s, self.first_token_s
+        if timeout_s is not None and first_s is not None and now_s - first_s >= timeout_s:
+            return "timeout"
+        guard = self.stops.repetition_guard
+        if guard and len(self.token_ids) >= guard and len(self.token_ids) % (guard // _LOOKS) == 0:
+            return "repetition" if _repeats(self.token_ids[-guard:].tobytes(), guard // MIN_REPEATS) else None
+        return None
 
     def start_text(self, detokenizer: Detokenizer) -> GrowingText:
         """Make the text while it grows from now on, beginning with the tokens that are here."""
         self.text = GrowingText(detokenizer.stream(), self.stops, self.reasoning)
         self.text.grow(self.token_ids, len(self.token_ids), is_last=False)
         return self.text
+
+
+def _repeats(tokens: bytes, longest: int) -> bool:
+    """Whether int32 tokens are one piece of at most `longest` tokens over and over; the last may be cut."""
+    return any(tokens[4 * size :] == tokens[: -4 * size] for size in range(1, longest + 1))

@@ -141,6 +141,17 @@ def test_reasoning_that_the_prompt_opens(llm: LLM) -> None:
     assert streamed == {0: thinking.reasoning_text, 1: plain.text}
 
 
+def test_long_tails_are_cut(llm: LLM) -> None:
+    two = llm.get_tokenizer().convert_tokens_to_ids("2")
+    endless = {"logit_bias": {two: 100.0}, "max_tokens": 1000}
+    guarded = SamplingParams(**endless, repetition_guard=16)
+    late = SamplingParams(**endless, row_timeout=0.001)
+    outputs = [output.outputs[0] for output in llm.generate([QUESTION] * 2, [guarded, late], progress=False)]
+    assert [output.finish_reason for output in outputs] == ["repetition", "timeout"]
+    assert outputs[0].text == "2" * 16
+    assert set(outputs[1].text) == {"2"}
+
+
 def test_what_changes_logits(llm: LLM) -> None:
     """42 is what the model says, as "4" and "2"."""
 

@@ -52,6 +52,8 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "tools": st.lists(OBJECTS, max_size=3),
     "chat_template_kwargs": OBJECTS,
     "continue_final_message": st.booleans(),
+    "row_timeout": reals(0.001, 1e6) | st.integers(1, 10**9),
+    "repetition_guard": st.integers(16, 1 << 24),
     "split_reasoning": st.booleans(),
     "stop_in_reasoning": st.booleans(),
 }
@@ -128,6 +130,8 @@ def test_anything_else_is_refused_by_the_fields_name(field: str, value: Any) -> 
         ("truncate", ["middle", True, ["left"]]),
         ("tools", ["x", {}, ["x"], [{"x": math.nan}], [{"x": 1 << 64}], [{1: 2}], [{"x": "\ud800"}], [{"x": {1, 2}}]]),
         ("chat_template_kwargs", ["x", [], {"tools": []}, {"tokenize": True}, {"x": 1 << 64}, {1: 2}, {"x": (1,)}]),
+        ("row_timeout", [0, -1, math.inf, "5", True]),
+        ("repetition_guard", [0, 15, 16.0, True]),
         ("continue_final_message", [1, "yes"]),
         ("bad_words", [5, [5], [""], "", ["\ud800"], ["a"] * 2049]),
     ],

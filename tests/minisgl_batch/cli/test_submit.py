@@ -86,7 +86,7 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
     options += " --logprobs 2 --prompt-logprobs 0 --truncate left"
     (tmp_path / "tools.json").write_text('[{"name": "f"}]')
     options += f' --tools {tmp_path}/tools.json --chat-template-kwargs {{"a":1}} --continue-final-message'
-    options += " --split-reasoning --stop-in-reasoning"
+    options += " --split-reasoning --stop-in-reasoning --row-timeout 60 --repetition-guard 64"
     options += " --seed 9 --limit 2 --priority high --chunk-rows 1 --token-ids --no-chat --on-error record"
     template = ["--template", "Say {text}."]
     job_id = run_cli("submit", source, "--model", MODEL, *options.split(), *template).stdout.strip()
@@ -116,6 +116,8 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
         continue_final_message=True,
         split_reasoning=True,
         stop_in_reasoning=True,
+        row_timeout=60.0,
+        repetition_guard=64,
     )
     assert (spec.params, spec.seed, spec.num_rows, spec.chunk_rows) == (params, 9, 2, 1)  # type: ignore[attr-defined]
     assert (spec.priority, spec.token_ids) == (Priority.HIGH, True)  # type: ignore[attr-defined]
