@@ -63,6 +63,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 40,
         "tie_word_embeddings": False,
     },
+    "qwen3-32b": _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": _QWEN3
     | {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -82,28 +90,46 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Shapes to measure with dummy weights, as config.json has them."""
+_SHRINKABLE = (
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "vocab_size",
+)
 
 Prompts = list[tuple[list[int], int]]
 
 
-def workload(name: str) -> Prompts:
+def workload(name: str, shrink: int = 1) -> Prompts:
     """(token ids, tokens to generate) of each prompt.
+
+    Args:
+        shrink: divides the number of prompts and all lengths.
 
     Raises:
         InvalidParameterError: there is no such workload.
     """
+
+    def ids(num: int) -> list[int]:
+        return [rng.randint(0, MAX_ID) for _ in range(num)]
+
+    def between(low: int, high: int) -> int:
+        return rng.randint(max(1, low // shrink), max(1, high // shrink))
+
     if name == "U":
         rng = random.Random(0)
-        prompts = [[rng.randint(0, MAX_ID) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
-        return [(prompt, rng.randint(100, 1024)) for prompt in prompts]
+        prompts = [ids(between(100, 1024)) for _ in range(max(1, 256 // shrink))]
+        return [(prompt, between(100, 1024)) for prompt in prompts]
     shared = {"S": (1, 512), "P": (2, 2048)}.get(name)
     if shared is None:
         raise InvalidParameterError("workload", f"{name!r} is unknown; known ones are U, S, P")
     seed, length = shared
     rng = random.Random(seed)
-    prefix = [rng.randint(0, MAX_ID) for _ in range(length)]
-    prompts = [prefix + [rng.randint(0, MAX_ID) for _ in range(rng.randint(32, 256))] for _ in range(1024)]
-    return [(prompt, rng.randint(32, 512)) for prompt in prompts]
+    prefix = ids(max(1, length // shrink))
+    prompts = [prefix + ids(between(32, 256)) for _ in range(max(1, 1024 // shrink))]
+    return [(prompt, between(32, 512)) for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -134,23 +160,24 @@ class Bench:
 
     Args:
         config: `model` may be one of SHAPES, with dummy weights.
+        shrink: divides workloads, and a shape's widths and layers: for a look at what runs, not at how fast.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, shrink: int = 1) -> None:
         started = time.perf_counter()
-        self._model, self._tp = config.model, config.tp
-        with _model_folder(config) as resolved:
+        self._model, self._tp, self._shrink = config.model, config.tp, shrink
+        with _model_folder(config, shrink) as resolved:
             self._vocab_size = load_model_config(model_path(resolved.model)).vocab_size
             self.engine = LocalEngine(resolved)
         self._next_uid = 0
         # Once through the kinds of steps that follow: large pieces, many rows.
-        self._generate([(prompt, 4) for prompt, _ in workload("U")])
+        self._generate([(prompt, 4) for prompt, _ in workload("U", shrink)])
         self._startup_s = time.perf_counter() - started
         self.description = self.engine.ready.description
 
     def run(self, name: str) -> BenchResult:
         """Generate a whole workload, from an empty prefix cache."""
-        prompts = workload(name)
+        prompts = workload(name, self._shrink)
         self.engine.source.inbox.append(DropCache())
         before = self.stats()
         seconds, num_tokens = self._generate(prompts)
@@ -158,8 +185,8 @@ class Bench:
         assert num_tokens == sum(num for _, num in prompts)
         return BenchResult(
             engine="minisgl-batch",
-            workload=name,
-            model=self._model,
+            workload=name if self._shrink == 1 else f"{name}/{self._shrink}",
+            model=self._model if self._shrink == 1 else f"{self._model}/{self._shrink}",
             tp=self._tp,
             prompt_tokens=sum(len(prompt) for prompt, _ in prompts),
             cached_tokens=stats.cached_tokens - before.cached_tokens,
@@ -210,7 +237,7 @@ class Bench:
 
 
 @contextmanager
-def _model_folder(config: EngineConfig) -> Iterator[EngineConfig]:
+def _model_folder(config: EngineConfig, shrink: int) -> Iterator[EngineConfig]:
     """The config with a shape's name replaced by a folder that holds its config.json."""
     shape = SHAPES.get(config.model)
     if shape is None:
@@ -219,6 +246,7 @@ def _model_folder(config: EngineConfig) -> Iterator[EngineConfig]:
     if not config.dummy_weights:
         raise InvalidParameterError("model", f"{config.model} is a shape without weights: add --dummy-weights")
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
+        shape = shape | {key: shape[key] // shrink for key in _SHRINKABLE if key in shape}
         (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         yield replace(config, model=folder)
 

@@ -261,6 +261,9 @@ def run_child(
     threading.Thread(target=_end_with_parent, args=(on_orphaned, config), name="lifeline", daemon=True).start()
     try:
         main(config, status)
+    except RankLostError as error:
+        status.failed(ChildFailed(str(error), True, error.exit_code, time.monotonic()))
+        os._exit(error.exit_code)  # collectives that were left by an error have threads, which a tidy end may abort on
     except MiniSGLError as error:
         status.failed(ChildFailed(str(error), True, error.exit_code, time.monotonic()))
         sys.exit(error.exit_code)

@@ -35,6 +35,7 @@ from minisgl_batch.prompts import Prompts, as_chats, as_prompts
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
 from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
+    ChatOptions,
     Logprob,
     LogprobCollector,
     ModelTokenizer,
@@ -143,14 +144,33 @@ class LLM:
         return self._generate(as_prompts(prompts), sampling_params, progress)
 
     def chat(
-        self, messages: Sequence[Any], sampling_params: Params = None, *, progress: bool = True
+        self,
+        messages: Sequence[Any],
+        sampling_params: Params = None,
+        *,
+        progress: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        continue_final_message: bool | None = None,
     ) -> list[RequestOutput]:
         """`generate` for one chat, which is a list of messages, or a list of chats.
 
+        Args:
+            messages, sampling_params, progress: as `generate`.
+            tools, chat_template_kwargs, continue_final_message: of chats whose `sampling_params` don't say otherwise.
+
         Raises:
-            UsageError: it is something else. RequestError: as `generate`.
+            UsageError: it is something else, or an argument has a value that can't be used.
+            RequestError: as `generate`.
         """
-        return self._generate(as_chats(messages), sampling_params, progress)
+        chats = as_chats(messages)
+        options = SamplingParams(
+            tools=None if tools is None else tuple(tools),
+            chat_template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
+        layers = [layer.over(options) for layer in _layers(sampling_params, len(chats))]
+        return self._generate(chats, layers, progress)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamEvent]:
         """Generate for all prompts, and yield text as it comes. A caller who leaves early ends what still runs.
@@ -161,7 +181,11 @@ class LLM:
         for events in self._run(work, watch=True):
             finished = {sample.uid: work.collect(sample) for sample in events.finished}
             for delta in events.deltas:
-                yield StreamEvent(*work.owner(delta.uid), delta.text, finished.pop(delta.uid, None))
+                ended = finished.pop(delta.uid, None)
+                found = delta.reasoning
+                reasoning, text = ("", delta.text) if found is None else found.split(delta.text, delta.offset)
+                if text or reasoning or ended is not None:
+                    yield StreamEvent(*work.owner(delta.uid), text, ended, reasoning)
             for uid, output in finished.items():
                 yield StreamEvent(*work.owner(uid), "", output)
 
@@ -191,11 +215,9 @@ class LLM:
         return work.outputs()
 
     def _prepare(self, inputs: list[PromptInput], params: Params) -> _Work:
-        layers = [params or SamplingParams()] * len(inputs) if not isinstance(params, Sequence) else list(params)
-        if len(layers) != len(inputs):
-            raise UsageError(f"sampling_params: {len(layers)} were given for {count(len(inputs), 'prompt')}")
+        layers = _layers(params, len(inputs))
         work = _Work(inputs, self.tokenizer)
-        encoded = self.tokenizer.encode_inputs(inputs)
+        encoded = self.tokenizer.encode_inputs(inputs, options=[ChatOptions.of(layer) for layer in layers])
         for index, (ids, layer) in enumerate(zip(encoded, layers, strict=True)):
             try:
                 if isinstance(ids, RequestError):
@@ -210,10 +232,16 @@ class LLM:
                 )
             except RequestError as error:
                 raise RequestError(error.error_type, f"prompt {index}: {error}") from error
-            work.add(resolved.messages(self._next_uid), ids.tolist())
+            work.add(resolved.messages(self._next_uid), resolved.prompt_ids.tolist())
             for request in resolved.messages(self._next_uid):
                 logprobs = LogprobCollector.of(request)
-                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops, logprobs=logprobs)
+                self._outputs.add(
+                    request.uid,
+                    prompt_tokens=len(resolved.prompt_ids),
+                    stops=resolved.stops,
+                    reasoning=resolved.reasoning,
+                    logprobs=logprobs,
+                )
             self._next_uid += len(resolved.samples)
         self._num_prompts += len(inputs)
         return work
@@ -249,6 +277,14 @@ class LLM:
             if events.aborts:
                 self._inbox.append(AbortRequests(events.aborts))
             yield events
+
+
+def _layers(params: Params, num_prompts: int) -> list[SamplingParams]:
+    """The parameters of each prompt."""
+    layers = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
+    if len(layers) != num_prompts:
+        raise UsageError(f"sampling_params: {len(layers)} were given for {count(num_prompts, 'prompt')}")
+    return layers
 
 
 class _Work:
@@ -306,6 +342,8 @@ class _Work:
             sample.stop_reason,
             logprobs=None if found is None else found.as_dicts(self._text_of),
             cumulative_logprob=None if found is None else sum(found.logprobs.tolist()),
+            reasoning_text=sample.reasoning_text,
+            raw_text=sample.raw_text,
         )
 
     def _prompt_logprobs(self, first: SampleOutput) -> list[dict[int, Logprob] | None] | None:

@@ -15,10 +15,12 @@ class CompletionOutput:
         index: which of the prompt's `n` samples.
         text: what was generated, without the token or string that stopped it.
         token_ids: every generated token, the one that stopped it included.
-        finish_reason: "stop" or "length".
-        stop_reason: the stop string or stop token id; None for an end-of-sequence token and for "length".
+        finish_reason: "stop", "length", "timeout" or "repetition".
+        stop_reason: the stop string or stop token id; None for an end-of-sequence token and the other finish reasons.
         logprobs: with `SamplingParams.logprobs`, for each of `token_ids`: it and the most probable ones there, by id.
         cumulative_logprob: the sum over `token_ids`.
+        reasoning_text, raw_text: with `SamplingParams.split_reasoning`, what was written before the answer, and all
+            that was written, marks included.
     """
 
     index: int
@@ -28,6 +30,8 @@ class CompletionOutput:
     stop_reason: str | int | None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    reasoning_text: str | None = None
+    raw_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,11 @@ class StreamEvent:
         prompt_index, sample_index: whose.
         text: continues the sample's earlier events; "" when it only ends.
         finished: set in the sample's last event.
+        reasoning_text: with `SamplingParams.split_reasoning`, continues the sample's reasoning.
     """
 
     prompt_index: int
     sample_index: int
     text: str
     finished: CompletionOutput | None = None
+    reasoning_text: str = ""

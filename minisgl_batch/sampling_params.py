@@ -6,13 +6,17 @@ over the model's own generation config) and then resolved once. Knows nothing of
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from minisgl_batch.errors import InvalidParameterError
-from minisgl_batch.words import is_unicode
+from minisgl_batch.param_checks import check_bool, check_choice, check_float, check_int, check_json, check_strings
 
+Truncate: TypeAlias = Literal["error", "left", "right"]
+
+MAX_TIMEOUT_S = 1e9
+MIN_REPETITION_GUARD = 16
 MAX_TOKENS_LIMIT = 1 << 24  # no model's context comes near; larger values are typing mistakes
 MIN_TEMPERATURE = 1e-5  # below, noise would drown in rounding: such rows are greedy
 MAX_SEED = (1 << 63) - 1
@@ -23,43 +27,47 @@ MAX_PENALTY = 2.0  # of presence and frequency, either way: the range of the Ope
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROBS = 20
+# What rendering sets itself, or transformers would take for its own.
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "self",
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 MAX_LOGIT_RULES = 2048
 """Tokens of one row that may be named in `logit_bias`, `bad_words` and, with `min_tokens`, as stop tokens."""
 
 
-def _check_int(field: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParameterError(field, f"must be a whole number, got {value!r}")
-    if not low <= value <= high:
-        raise InvalidParameterError(field, f"must be between {low} and {high}, got {value}")
-
-
-def _check_float(field: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidParameterError(field, f"must be a number, got {value!r}")
-    if not low <= value <= high or (low_open and value == low):  # also refuses NaN
-        opening = "(" if low_open else "["
-        raise InvalidParameterError(field, f"must be in {opening}{low:g}, {high:g}], got {value}")
-
-
-def _check_bool(field: str, value: object) -> None:
-    if value is not None and not isinstance(value, bool):
-        raise InvalidParameterError(field, f"must be true or false, got {value!r}")
-
-
-def _check_strings(field: str, value: object, most: int) -> None:
-    strings = [value] if isinstance(value, str) else value
-    if strings is None:
+def _check_tools(tools: object) -> None:
+    if tools is None:
         return
-    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
-        raise InvalidParameterError(field, f"must be a string or a list of strings, got {value!r}")
-    if len(strings) > most:
-        raise InvalidParameterError(field, f"at most {most} strings, got {len(strings)}")
-    if not all(strings):
-        raise InvalidParameterError(field, "must not hold an empty string")
-    for string in strings:
-        if not is_unicode(string):
-            raise InvalidParameterError(field, f"isn't valid Unicode: {string!r}")
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidParameterError("tools", f"must be a list of objects, got {tools!r}")
+    check_json("tools", list(tools))
+
+
+def _check_template_kwargs(given: object) -> None:
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise InvalidParameterError("chat_template_kwargs", f"must be an object, got {given!r}")
+    if taken := sorted(_TEMPLATE_ARGUMENTS.intersection(given)):
+        raise InvalidParameterError("chat_template_kwargs", f"can't set {taken[0]}, which is set otherwise")
+    check_json("chat_template_kwargs", given)
 
 
 def _check_stop_token_ids(token_ids: object) -> None:
@@ -68,7 +76,7 @@ def _check_stop_token_ids(token_ids: object) -> None:
     if not isinstance(token_ids, list | tuple):
         raise InvalidParameterError("stop_token_ids", f"must be a list of token ids, got {token_ids!r}")
     for token_id in token_ids:
-        _check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+        check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 
 
 def _read_logit_bias(given: object) -> dict[int, float]:
@@ -80,8 +88,8 @@ def _read_logit_bias(given: object) -> dict[int, float]:
         if bias is None:
             continue
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
-        _check_int("logit_bias", token, 0, MAX_TOKEN_ID)
-        _check_float("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        check_int("logit_bias", token, 0, MAX_TOKEN_ID)
+        check_float("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if token in biases:
             raise InvalidParameterError("logit_bias", f"names token {token} twice")
         biases[token] = float(bias)
@@ -99,6 +107,7 @@ _WHOLE_FIELDS = {
     "top_k": (-1, MAX_TOKEN_ID),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "repetition_guard": (MIN_REPETITION_GUARD, MAX_TOKENS_LIMIT),
 }
 _REAL_FIELDS = {
     "temperature": (0.0, 100.0, False),
@@ -107,7 +116,17 @@ _REAL_FIELDS = {
     "presence_penalty": (-MAX_PENALTY, MAX_PENALTY, False),
     "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY, False),
     "repetition_penalty": (0.0, MAX_REPETITION_PENALTY, True),
+    "row_timeout": (0.0, MAX_TIMEOUT_S, True),
 }
+
+
+_FLAG_FIELDS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "continue_final_message",
+    "split_reasoning",
+    "stop_in_reasoning",
+)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -136,6 +155,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             to 20. They are the model's own, before all of the above.
         prompt_logprobs: the same for the prompt's tokens but the first. Such a prompt is computed in full: what the
             prefix cache has of it isn't used.
+        truncate: what becomes of a prompt that leaves no room: "error" refuses it; "left" and "right" cut tokens off
+            its beginning or its end, until the context has room for it and `max_tokens`.
+        row_timeout: seconds from a sample's first token after which it ends, with what it has.
+        repetition_guard: a text ends when its last so many tokens, at least 16, are one piece of at most a quarter of
+            them over and over. It is looked at now and then, so a few more tokens may come.
+        tools: of chats, functions that the model may call, as JSON schemas; what it calls is part of the text.
+        chat_template_kwargs: of chats, variables of the model's chat template, such as {"enable_thinking": False}.
+        split_reasoning: `text` is the answer alone; what the model writes between <think> and </think> before it goes
+            to `reasoning_text`, and everything to `raw_text`. The mark that opens may end the prompt.
+        stop_in_reasoning: stop strings count in the reasoning that is split off, too.
+        continue_final_message: of chats, the text goes on with the last message, which is an assistant's.
 
     Raises:
         InvalidParameterError: a value is out of its range; names the field.
@@ -160,23 +190,34 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     bad_words: str | tuple[str, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate: Truncate | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    split_reasoning: bool | None = None
+    stop_in_reasoning: bool | None = None
+    row_timeout: float | None = None
+    repetition_guard: int | None = None
 
     def __post_init__(self) -> None:
         for field, limits in _WHOLE_FIELDS.items():
             if (value := getattr(self, field)) is not None:
-                _check_int(field, value, *limits)
+                check_int(field, value, *limits)
         for field, (low, high, low_open) in _REAL_FIELDS.items():
             if (value := getattr(self, field)) is not None:
-                _check_float(field, value, low, high, low_open=low_open)
+                check_float(field, value, low, high, low_open=low_open)
         if self.max_tokens is not None and self.min_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
                 "min_tokens", f"must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}"
             )
-        _check_strings("stop", self.stop, MAX_STOP_STRINGS)
-        _check_strings("bad_words", self.bad_words, MAX_LOGIT_RULES)
+        check_strings("stop", self.stop, MAX_STOP_STRINGS)
+        check_strings("bad_words", self.bad_words, MAX_LOGIT_RULES)
         _check_stop_token_ids(self.stop_token_ids)
-        _check_bool("ignore_eos", self.ignore_eos)
-        _check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+        for field in _FLAG_FIELDS:
+            check_bool(field, getattr(self, field))
+        _check_tools(self.tools)
+        _check_template_kwargs(self.chat_template_kwargs)
+        check_choice("truncate", self.truncate, get_args(Truncate))
         self._normalise()
 
     def _normalise(self) -> None:
@@ -184,7 +225,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         for field in _REAL_FIELDS:
             if isinstance(value := getattr(self, field), int):
                 msgspec.structs.force_setattr(self, field, float(value))
-        for field in ("stop", "stop_token_ids", "bad_words"):
+        for field in ("stop", "stop_token_ids", "bad_words", "tools"):
             if isinstance(value := getattr(self, field), list):
                 msgspec.structs.force_setattr(self, field, tuple(value))
         if self.logit_bias is not None:
@@ -200,10 +241,21 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         """`bad_words` as a tuple, empty when not given."""
         return _as_tuple(self.bad_words)
 
-    def over(self, defaults: SamplingParams) -> SamplingParams:
-        """These values where given, else those of `defaults`."""
-        given = {f: v for f in self.__struct_fields__ if (v := getattr(self, f)) is not None}
-        return msgspec.structs.replace(defaults, **given) if given else defaults
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that were given."""
+        return {field: value for field in self.__struct_fields__ if (value := getattr(self, field)) is not None}
+
+    def over(self, *defaults: SamplingParams) -> SamplingParams:
+        """These values where given, else those of the first of `defaults` that has one.
+
+        Raises:
+            InvalidParameterError: values of different layers contradict each other.
+        """
+        merged: dict[str, Any] = {}
+        for layer in reversed(defaults):
+            merged |= layer.given
+        return SamplingParams(**(merged | self.given))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that were given, JSON-ready."""
@@ -231,6 +283,9 @@ NEUTRAL = SamplingParams(
     logit_bias={},
     min_tokens=0,
     bad_words=(),
+    truncate="error",
+    split_reasoning=False,
+    stop_in_reasoning=False,
 )
 """What holds when neither row nor job nor the model's generation config says anything (the values of vLLM)."""
 

@@ -124,7 +124,10 @@ def _openai_line(samples: list[dict[str, Any]], chat: bool) -> dict[str, Any]:
 
 
 def _choice(sample: dict[str, Any], chat: bool) -> dict[str, Any]:
-    answer = {"message": {"role": "assistant", "content": sample["text"]}} if chat else {"text": sample["text"]}
+    message = {"role": "assistant", "content": sample["text"]}
+    if sample.get("reasoning_text"):
+        message["reasoning_content"] = sample["reasoning_text"]
+    answer = {"message": message} if chat else {"text": sample["text"]}
     logprobs = openai_logprobs(sample.get("logprobs"), chat=chat)
     return {"index": sample["sample_index"], **answer, "logprobs": logprobs, "finish_reason": sample["finish_reason"]}
 

@@ -38,6 +38,7 @@ ALIASES = {
     **dict.fromkeys(("input_ids", "token_ids", "prompt_ids", "prompt_tokens"), "prompt_token_ids"),
     **dict.fromkeys(("max_new_tokens", "max_output_tokens", "max_length", "max_gen_len"), "max_tokens"),
     **dict.fromkeys(("id", "uid", "request_id", "key"), "custom_id"),
+    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_words", "stop_strings"), "stop"),
     **dict.fromkeys(("num_samples", "num_return_sequences"), "n"),
     "temp": "temperature",
@@ -46,7 +47,8 @@ ALIASES = {
     "value": "content",
 }
 
-# Fields of the OpenAI API and of vLLM that would change the output, with the values that wouldn't (null never does).
+# Fields of the OpenAI API, of vLLM and of transformers that would change the output, with the values that wouldn't
+# (null never does).
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
@@ -54,17 +56,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "detokenize": (True,),
+    "do_sample": (),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
+    "guided_decoding": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
+    "logits_processors": ([],),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),  # says nothing without tools
     "prediction": (),
@@ -75,10 +80,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "stream": (False,),
     "stream_options": ({},),
+    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
+    "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -89,9 +95,25 @@ IGNORED = frozenset(
     {"user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
 
+_NO_BEAMS = "remove it, as there is no beam search: use n with logprobs, and choose among the samples"
 _UNSUPPORTED_HINTS = {
+    **dict.fromkeys(("length_penalty", "num_beams", "use_beam_search"), _NO_BEAMS),
+    "chat_template": "put it into the model's folder",
+    "functions": "use tools",
+    "reasoning_effort": "use chat_template_kwargs, if the model's template knows it",
+    "tool_choice": "remove it: the model itself decides whether it calls a tool",
+    "allowed_token_ids": "use logit_bias, or bad_words for what mustn't come",
+    "best_of": "use n with logprobs, and choose among the samples",
+    "detokenize": "remove it: --token-ids adds the ids to the results",
+    "do_sample": 'use temperature: 0 is what "do_sample": false means',
+    "echo": "remove it: prompt_logprobs gives the prompt's tokens",
+    "logits_processors": "use logit_bias, bad_words or the penalties",
+    "no_repeat_ngram_size": "use repetition_penalty or frequency_penalty",
+    "skip_special_tokens": "remove it: --token-ids adds the ids to the results, special ones included",
     "stream": "remove it: `minisgl-batch tail` shows tokens as they come",
-    "best_of": "use n, and choose among the samples",
+    "suffix": "put what stands around the gap into the prompt, as the model wants it",
+    "truncate_prompt_tokens": 'use "truncate": "left" and max_tokens: prompts keep what the context has room for',
+    "typical_p": "use top_p or min_p",
 }
 
 
@@ -101,7 +123,7 @@ def is_tolerated(field: str, value: Any) -> bool:
         return True
     if field not in UNSUPPORTED:
         return False
-    # `"logprobs": 0` asks for something and `"logprobs": false` doesn't, though Python calls them equal.
+    # A number where a flag belongs is a mistake, though Python calls 0 and false equal.
     is_flag = isinstance(value, bool)
     return value is None or any(value == n and is_flag == isinstance(n, bool) for n in UNSUPPORTED[field])
 

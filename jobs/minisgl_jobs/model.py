@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from minisgl_batch.errors import SchemaVersionError
+from minisgl_batch.reasoning import Reasoning, find_reasoning
 from minisgl_batch.sampling_params import SamplingParams
 
 _Record = TypeVar("_Record")
@@ -96,6 +97,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         submitted_at: Unix seconds, the client's clock.
         token_ids: write the `output_token_ids` column.
         logprobs, prompt_logprobs: write these columns, since the job or a row asks for them.
+        reasoning: write the columns `reasoning_text` and `raw_text`, since the job or a row asks for them.
         chat: whether the rows (the first one, if they differ) are chat messages: the shape of OpenAI output.
         input: what was read.
         rows_sha256: of all rows as they were read: the hash of their chunks' `chunk_sha256`, in order.
@@ -116,6 +118,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
+    reasoning: bool = False
     chat: bool = False
     input: InputInfo = InputInfo()
     rows_sha256: str = ""
@@ -134,6 +137,8 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
             "output_token_ids": self.token_ids,
             "logprobs": self.logprobs,
             "prompt_logprobs": self.prompt_logprobs,
+            "reasoning_text": self.reasoning,
+            "raw_text": self.reasoning,
         }
         return frozenset(name for name, is_there in asked.items() if is_there)
 
@@ -203,16 +208,34 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     texts: dict[int, str]
     has_gap: bool = False
 
+    def as_list(self) -> list[dict[str, Any] | None]:
+        """An entry for each token, as in the column of the dataset."""
+        token_ids, top_ids = (memoryview(data).cast("i").tolist() for data in (self.token_ids, self.top_ids))
+        logprobs, top_logprobs = (memoryview(data).cast("f").tolist() for data in (self.logprobs, self.top_logprobs))
+        tops = [self._entry(*pair) for pair in zip(top_ids, top_logprobs, strict=True)]
+        num_top = len(top_ids) // max(1, len(token_ids))
+        entries = [
+            {**self._entry(*pair), "top_logprobs": tops[i * num_top : (i + 1) * num_top]}
+            for i, pair in enumerate(zip(token_ids, logprobs, strict=True))
+        ]
+        return [None, *entries] if self.has_gap else list(entries)
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.texts[token_id], "token_id": token_id, "logprob": logprob}
+
 
 class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One finished sample of a row: a line of the result dataset (timestamps in Unix seconds)."""
+    """One finished sample of a row: a line of the result dataset (timestamps in Unix seconds).
+
+    With `raw_text`, `text` and `reasoning_text` are what it was split into.
+    """
 
     row_index: int
     sample_index: int = 0
     custom_id: str = ""
     status: Literal["ok", "error"] = "ok"
     text: str = ""
-    finish_reason: Literal["stop", "length", "abort", "error"] = "stop"
+    finish_reason: Literal["stop", "length", "timeout", "repetition", "abort", "error"] = "stop"
     stop_reason: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -228,6 +251,18 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     finished_at: float = 0.0
     ttft_ms: float | None = None
     metadata: str = ""
+    reasoning_text: str | None = None
+    raw_text: str | None = None
+
+    @property
+    def whole_text(self) -> str:
+        """All that was generated, as streams have it."""
+        return self.text if self.raw_text is None else self.raw_text
+
+    @property
+    def reasoning(self) -> Reasoning | None:
+        """Where the parts of `whole_text` are, if it was split."""
+        return None if self.raw_text is None else find_reasoning(self.raw_text, self.reasoning_text or "", self.text)
 
 
 class _Versioned(msgspec.Struct):

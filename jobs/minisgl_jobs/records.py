@@ -19,7 +19,7 @@ from minisgl_jobs.model import InputInfo
 
 _TEXTS = {"custom_id", "model", "prompt"}
 _STRINGS = {"stop", "bad_words"}  # one, or a list in JSON
-_JSON_TEXTS = {"messages", "prompt_token_ids", "logit_bias"}
+_JSON_TEXTS = {"messages", "prompt_token_ids", "logit_bias", "tools", "chat_template_kwargs"}
 _MAX_COLUMNS_NAMED = 12
 
 

@@ -24,6 +24,8 @@ _SCHEMA = pa.schema(
         pa.field("custom_id", pa.string()),
         pa.field("status", pa.string(), nullable=False),
         pa.field("text", pa.string()),
+        pa.field("reasoning_text", pa.string()),
+        pa.field("raw_text", pa.string()),
         pa.field("finish_reason", pa.string()),
         pa.field("stop_reason", pa.string()),
         pa.field("prompt_tokens", pa.int32()),
@@ -46,7 +48,7 @@ _SCHEMA = pa.schema(
 
 
 _LOGPROBS = ("logprobs", "prompt_logprobs")
-OPTIONAL_COLUMNS = frozenset({"output_token_ids", *_LOGPROBS})
+OPTIONAL_COLUMNS = frozenset({"output_token_ids", *_LOGPROBS, "reasoning_text", "raw_text"})
 
 
 def result_schema(optional: Collection[str] = ()) -> pa.Schema:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from minisgl_batch.reasoning import Reasoning
 from minisgl_jobs.model import RowError, RowResult
 from minisgl_jobs.streams import RowDelta
 
@@ -23,12 +24,16 @@ class RowStarted(msgspec.Struct, frozen=True):
 
 
 class RowText(msgspec.Struct, frozen=True):
-    """More text of a sample; `offset` characters came before."""
+    """More text of a sample; `offset` characters came before.
+
+    Where the text is split, no event has the marks around the reasoning, which `offset` counts.
+    """
 
     row_index: int
     sample_index: int
     offset: int
     text: str
+    is_reasoning: bool = False
 
 
 class RowFinished(msgspec.Struct, frozen=True):
@@ -82,7 +87,7 @@ class RowTexts:
             events.append(RowStarted(row, sample))
         if delta.offset > running.num_chars:
             return None
-        events += self._extend(row, sample, running, delta.text[running.num_chars - delta.offset :])
+        events += self._extend(row, sample, running, delta.text[running.num_chars - delta.offset :], delta.reasoning)
         end = delta.end
         if end is not None:
             if running.num_chars != end.num_chars:
@@ -98,11 +103,11 @@ class RowTexts:
         if not self._is_wanted(row) or self._is_finished(row, sample):
             return
         running = self._running.get((row, sample))
-        if running is None or not result.text.startswith("".join(running.pieces)):
+        if running is None or not result.whole_text.startswith("".join(running.pieces)):
             # Not seen yet, or generated anew while this reader missed it.
             running = self._running[row, sample] = _Running(0)
             yield RowStarted(row, sample)
-        yield from self._extend(row, sample, running, result.text[running.num_chars :])
+        yield from self._extend(row, sample, running, result.whole_text[running.num_chars :], result.reasoning)
         self._set_finished(row, sample, None)
         counts = (result.prompt_tokens, result.completion_tokens)
         yield RowFinished(row, sample, result.status, result.finish_reason, *counts, result.error, result.custom_id)
@@ -126,9 +131,19 @@ class RowTexts:
                 ranges.append(range(row, row + 1))
         return ranges
 
-    def _extend(self, row: int, sample: int, running: _Running, text: str) -> Iterator[RowEvent]:
+    def _extend(
+        self, row: int, sample: int, running: _Running, text: str, reasoning: Reasoning | None
+    ) -> Iterator[RowEvent]:
         if text:
-            yield RowText(row, sample, running.num_chars, text)
+            offset = running.num_chars
+            if reasoning is None:
+                yield RowText(row, sample, offset, text)
+            else:
+                inside, answer = reasoning.split(text, offset)
+                if inside:
+                    yield RowText(row, sample, max(offset, reasoning.start), inside, True)
+                if answer:
+                    yield RowText(row, sample, max(offset, reasoning.answer), answer)
             running.pieces.append(text)
             running.num_chars += len(text)
 

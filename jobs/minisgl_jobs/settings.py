@@ -25,6 +25,13 @@ from minisgl_jobs.fields import (
 from minisgl_jobs.jsonl import raw_text
 
 _PARAM_FIELDS = SAMPLING_FIELDS | {"max_completion_tokens", "top_logprobs", "sampling_params"}
+_STRING_FIELDS = ("stop", "bad_words", "truncate", "tools", "chat_template_kwargs", "logit_bias")
+_PARAM_HINTS = {
+    "chat_template_kwargs": 'write {"enable_thinking": false}',
+    "logit_bias": 'write {"50256": -100}, with token ids as names',
+    "max_tokens": "leave it out for as many tokens as the model's context allows",
+    "tools": 'write [{"type": "function", "function": {"name": ..., "parameters": ...}}]',
+}
 _NO_PARAMS = SamplingParams()
 
 
@@ -113,12 +120,10 @@ def _logprobs(fields: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _params_hint(field: str, value: Any) -> str:
-    if field == "logit_bias":
-        return 'write {"50256": -100}, with token ids as names'
-    if isinstance(value, str) and field not in ("stop", "bad_words"):
+    if isinstance(value, str) and field not in _STRING_FIELDS:
         return "write it without quotes"
-    if field == "max_tokens":
-        return "leave it out for as many tokens as the model's context allows"
+    if field in _PARAM_HINTS:
+        return _PARAM_HINTS[field]
     return "correct it, or leave it out for the job's default"
 
 
@@ -127,7 +132,7 @@ def refuse_unknown(fields: dict[str, Any], prefix: str, known: frozenset[str] = 
     if fields.keys() <= known:
         return
     for field, value in fields.items():
-        if field in known or _makes_no_difference(prefix, field, value):
+        if field in known or _makes_no_difference(prefix, field, value, fields):
             continue
         near = nearest(field, known)
         hint = (
@@ -147,15 +152,21 @@ def settings_beside_template(columns: dict[str, Any]) -> dict[str, Any]:
     for field, value in columns.items():
         if field in PROMPT_FIELDS and value is not None:
             raise FieldError(field, "stands beside a template", f"remove it, or use {{{field}}} in the template")
-        if field in ROW_FIELDS or _makes_no_difference("", field, value):
+        if field in ROW_FIELDS or _makes_no_difference("", field, value, columns):
             continue
         if near := nearest(field, _PARAM_FIELDS, cutoff=0.9):
             raise FieldError(field, "isn't a known field", f"did you mean {near}? Otherwise remove it")
     return {field: value for field, value in columns.items() if field in _PARAM_FIELDS}
 
 
-def _makes_no_difference(prefix: str, field: str, value: Any) -> bool:
+def _makes_no_difference(prefix: str, field: str, value: Any, beside: dict[str, Any]) -> bool:
     """Whether an API field has a value that changes nothing; one that would raises FieldError."""
+    if field == "add_generation_prompt" and beside.get("continue_final_message") is True and value is not None:
+        if value is not False:
+            raise FieldError(prefix + field, f"contradicts {prefix}continue_final_message", "remove one of them")
+        return True
+    if beside.get("tools") and (field, value) in (("tool_choice", "none"), ("parallel_tool_calls", False)):
+        raise FieldError(prefix + field, f"isn't supported (it is {show(value)})", f"remove it, or {prefix}tools")
     if field in UNSUPPORTED and not is_tolerated(field, value):
         raise FieldError(prefix + field, f"isn't supported (it is {show(value)})", unsupported_hint(field))
     return is_tolerated(field, value)

@@ -16,6 +16,7 @@ import msgspec
 import redis
 
 from minisgl_batch.errors import DamagedJobError, QueueError, RedisFullError, RedisUnavailableError
+from minisgl_batch.reasoning import Reasoning
 from minisgl_jobs.keys import QueueKeys, queue_name
 from minisgl_jobs.model import RowError
 from minisgl_jobs.scripts import Scripts, redis_errors
@@ -56,6 +57,7 @@ class RowDelta(msgspec.Struct, frozen=True, array_like=True):
         attempt: of the lease that generates it; a larger one starts the sample anew.
         offset: characters of its text before this.
         text: may be "" when it only ends.
+        reasoning: where the parts of the text so far are, if it is to be split.
         end: set in its last message. Publish it when the result is safe (spooled): readers take it as final.
     """
 
@@ -65,6 +67,7 @@ class RowDelta(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     text: str
     end: RowEnd | None = None
+    reasoning: Reasoning | None = None
 
 
 class TokenMessage(msgspec.Struct, frozen=True, array_like=True):

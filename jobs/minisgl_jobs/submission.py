@@ -162,12 +162,13 @@ def prepare(
         priority=level,
         submitted_at=time.time(),
         token_ids=token_ids,
-        logprobs="logprobs" in rows.scored or params.logprobs is not None,
-        prompt_logprobs="prompt_logprobs" in rows.scored or params.prompt_logprobs is not None,
+        logprobs="logprobs" in rows.asked or params.logprobs is not None,
+        prompt_logprobs="prompt_logprobs" in rows.asked or params.prompt_logprobs is not None,
         chat=rows.examples[0].messages is not None,
         input=info,
         rows_sha256=rows.sha256,
         reference=_reference(uri, read) if rows.is_reference else None,
+        reasoning="split_reasoning" in rows.asked or bool(params.split_reasoning),
         kept=rows.kept,
     )
     try:
@@ -264,7 +265,7 @@ class _CheckedRows:
         hashes: `chunk_sha256` of all chunks, raw.
         is_reference: whether the references are to be used.
         kept: types of the kept columns.
-        scored: which of `logprobs` and `prompt_logprobs` some row asks for.
+        asked: which of `logprobs`, `prompt_logprobs` and `split_reasoning` some row asks for.
     """
 
     def __init__(
@@ -288,13 +289,13 @@ class _CheckedRows:
         if self.is_reference and not can_refer:
             raise InvalidParameterError("by_reference", f"workers can't read {name} themselves: give a file")
         self.hashes: list[bytes] = []
-        self.scored: set[str] = set()
+        self.asked: set[str] = set()
         try:
             for rows in iter_chunks(self.reader.rows(records, source), chunk_rows):
                 self.examples += rows[: NUM_EXAMPLES - len(self.examples)]
-                for name in ("logprobs", "prompt_logprobs"):
-                    if any(getattr(row.params, name) is not None for row in rows):
-                        self.scored.add(name)
+                for name in ("logprobs", "prompt_logprobs", "split_reasoning"):
+                    if any(name in row.params.given and row.params.given[name] is not False for row in rows):
+                        self.asked.add(name)
                 kept = self.reader.kept.take()
                 sha256 = chunk_sha256(rows, kept)
                 self.hashes.append(bytes.fromhex(sha256))

@@ -44,9 +44,8 @@ class OneShotAllReduce:
 
     Args:
         rank, size: of the group, whose GPUs are on one host; one of SIZES.
-        max_bytes: largest tensor that may be anywhere.
+        max_bytes: largest tensor.
         device: this rank's GPU.
-        buffer_bytes: largest tensor in a `buffer`; by default as large.
         max_blocks: most blocks of the kernel, at most 128, the same on all ranks.
 
     Attributes:
@@ -57,26 +56,19 @@ class OneShotAllReduce:
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        max_bytes: int,
-        device: torch.device,
-        buffer_bytes: int | None = None,
-        max_blocks: int = MAX_BLOCKS,
+        self, rank: int, size: int, max_bytes: int, device: torch.device, max_blocks: int = MAX_BLOCKS
     ) -> None:
         self._functions = _load()
         self._rank = rank
         self._device = device.index
         self.max_bytes = max_bytes
-        self.buffer_bytes = -(-(buffer_bytes or max_bytes) // 256) * 256
         self._max_blocks = max_blocks
         self._part_bytes = part_bytes(max_bytes, max_blocks)
         self._aborted = torch.zeros(1, dtype=torch.int32).pin_memory()  # the kernels read the host's memory
         handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8)
         # A header, two parts for each block, and the buffers.
         self._buffers_at = _HEADER_BYTES + -(-2 * max_blocks * self._part_bytes // 256) * 256
-        self._num_bytes = self._buffers_at + _NUM_BUFFERS * self.buffer_bytes
+        self._num_bytes = self._buffers_at + _NUM_BUFFERS * max_bytes
         own: int = self._functions["peer_memory_allocate"](self._num_bytes, self._device, handle)
         self._memory = torch.zeros(size, dtype=torch.int64)  # each rank's, as an address of this process
         self._memory[rank] = own
@@ -103,12 +95,18 @@ class OneShotAllReduce:
         another sum.
         """
         self._last_buffer = (self._last_buffer + 1) % _NUM_BUFFERS
-        begin = self._buffers_at + self._last_buffer * self.buffer_bytes
+        begin = self._buffers_at + self._last_buffer * self.max_bytes
         return self._bytes[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether it can sum such a tensor."""
-        return x.nbytes <= self.max_bytes and x.numel() % 8 == 0 and _is_plain(x)
+        return (
+            x.dtype in _DTYPES
+            and x.nbytes <= self.max_bytes
+            and x.numel() % 8 == 0
+            and x.is_contiguous()
+            and x.data_ptr() % 16 == 0
+        )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, as a new tensor, on the current stream.
@@ -127,7 +125,7 @@ class OneShotAllReduce:
         """Whether `add_rms_norm` can sum such a tensor, (num_tokens, size)."""
         num_rows, size = x.shape
         fits = self._offset(x) >= 0 or self._block_rows(num_rows) * size * 2 <= self._part_bytes
-        return fits and num_rows > 0 and size % 8 == 0 and size <= _MAX_NORM_SIZE and _is_plain(x)
+        return self.takes(x) and num_rows > 0 and size % 8 == 0 and size <= _MAX_NORM_SIZE and fits
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """`add_rms_norm` of the sum over the ranks, which is rounded to x's type first; on the current stream.
@@ -175,10 +173,6 @@ class OneShotAllReduce:
             if peer != self._rank and memory:
                 self._functions["peer_memory_close"](self._device, memory)
         self._functions["peer_memory_free"](self._device, int(self._memory[self._rank]))
-
-
-def _is_plain(x: torch.Tensor) -> bool:
-    return x.dtype in _DTYPES and x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 @cache

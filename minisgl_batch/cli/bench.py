@@ -24,16 +24,25 @@ _PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "transforme
 @model_option
 @engine_options
 @click.option("--repeat", type=WholeNumber(min=1), metavar="N", default=1, show_default=True, help="Runs of each.")
+@click.option(
+    "--shrink", type=WholeNumber(min=1), metavar="N", default=1, help="Divide workloads and shapes, to try this out."
+)
 @click.option("--commit", metavar="ID", default="", help="What to say was measured.")
 @click.option("--json", "file", type=click.File("a"), help="Append the lines to this file, too.")
 @click.option("--timeout-s", type=Number(min=0, min_open=True), help="Say where it hangs and end after this time.")
 def bench(
-    workloads: tuple[str, ...], repeat: int, commit: str, file: TextIO | None, timeout_s: float | None, **options: Any
+    workloads: tuple[str, ...],
+    repeat: int,
+    shrink: int,
+    commit: str,
+    file: TextIO | None,
+    timeout_s: float | None,
+    **options: Any,
 ) -> None:
     """Measure the engine alone on standard workloads.
 
     WORKLOAD is U (nothing in common), S (512 ids in common) or P (2,048 ids in common). MODEL may also be a shape,
-    qwen3-0.6b or qwen3-14b, with --dummy-weights. Prints a line of JSON per run.
+    qwen3-0.6b, qwen3-14b, qwen3-32b or qwen3-30b-a3b, with --dummy-weights. Prints a line of JSON per run.
     """
     require_engine()
     setup_logging("bench")
@@ -44,7 +53,7 @@ def bench(
     if timeout_s is not None:
         os.environ[DUMP_STACKS_ENV] = "1"  # for the other ranks
         faulthandler.dump_traceback_later(timeout_s, exit=True)
-    with Bench(engine_config(options)) as engine:
+    with Bench(engine_config(options), shrink) as engine:
         about = {
             "versions": {name: found for name in _PACKAGES if (found := _version(name))},
             "options": {**engine.description, "max_running": options["max_running"]},

@@ -29,7 +29,7 @@ class TokenCounts:
 
     Attributes:
         context: the model's, in tokens.
-        prompt_tokens: of each row that can be served, for each of its samples once.
+        prompt_tokens: of each row that can be served, after `truncate`.
         max_output_tokens: most tokens that these rows may generate, samples included.
         num_refused: rows that the model can't serve.
         num_too_long: those of them that don't fit into the context.
@@ -94,7 +94,7 @@ def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
     Raises:
         ModelError: there is no such model, or it has no usable tokenizer.
     """
-    from minisgl_batch.tokenizer import ModelTokenizer, hide_torch, resolve_request
+    from minisgl_batch.tokenizer import ChatOptions, ModelTokenizer, hide_torch, resolve_request
 
     if "torch" not in sys.modules:
         hide_torch()  # nothing is computed before this process ends
@@ -103,7 +103,8 @@ def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
     counts = TokenCounts(context=tokenizer.max_len)
     for chunk in submission.chunks():
         rows = [row for row in chunk if row.error is None]
-        encoded = tokenizer.encode_inputs([row.input for row in rows], system=spec.system)
+        options = [ChatOptions.of(row.params, spec.params) for row in rows]
+        encoded = tokenizer.encode_inputs([row.input for row in rows], system=spec.system, options=options)
         for row, ids in zip(rows, encoded, strict=True):
             try:
                 if isinstance(ids, RequestError):
@@ -120,7 +121,7 @@ def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
             except RequestError as error:
                 counts.refuse(row, error, max_listed)
                 continue
-            counts.prompt_tokens.append(len(ids))
+            counts.prompt_tokens.append(len(resolved.prompt_ids))
             counts.max_output_tokens += sum(sampling.max_tokens for sampling in resolved.samples)
     return counts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,7 +14,7 @@ import click
 from minisgl_batch.cli.sections import Number, SectionOption, WholeNumber
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig
 from minisgl_batch.errors import MiniSGLError
-from minisgl_batch.sampling_params import MAX_N, SamplingParams
+from minisgl_batch.sampling_params import MAX_N, SamplingParams, Truncate
 from minisgl_batch.words import is_unicode
 from minisgl_jobs.faults import MAX_SHOWN
 
@@ -22,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ATTENTION_BACKENDS = "auto, torch, triton, fa, fi, trtllm, fa,cuda and fa,fi"
 ENGINE = "Engine (or in the environment as MINISGL_..., such as MINISGL_TP)"
 SAMPLING = "Sampling"
-_FLAGS = ("ignore_eos", "include_stop_str_in_output")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "continue_final_message", "split_reasoning", "stop_in_reasoning")
 _COUNT: dict[str, Any] = {"type": WholeNumber(min=1), "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _REAL: dict[str, Any] = {"type": float, "metavar": "X"}
@@ -42,6 +43,11 @@ _SAMPLING_FIELDS = (
     "logit_bias",
     "logprobs",
     "prompt_logprobs",
+    "truncate",
+    "row_timeout",
+    "repetition_guard",
+    "tools",
+    "chat_template_kwargs",
     *_STRINGS,
     *_FLAGS,
 )
@@ -98,6 +104,25 @@ def token_biases(text: str) -> dict[str, float]:
     if len(biases := dict(pairs)) < len(pairs):
         raise click.BadParameter(f"{text!r} names a token twice")
     return biases
+
+
+def json_text(text: str) -> Any:
+    """What a JSON text says."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise click.BadParameter(f"{text!r} isn't JSON") from None
+
+
+def json_file(path: str) -> Any:
+    """What a JSON file holds."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except OSError as error:
+        raise click.BadParameter(f"can't read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise click.BadParameter(f"{path} isn't JSON") from None
 
 
 def valid_unicode(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
@@ -192,6 +217,27 @@ sampling_options = _all(
         "--logprobs", "Give output tokens' log-probabilities, and of the N best in their place.", **_NUMBER
     ),
     _sampling_option("--prompt-logprobs", "The same for the prompt's tokens.", **_NUMBER),
+    _sampling_option(
+        "--truncate",
+        "Of prompts that leave no room for --max-tokens: error rows, or cut their beginning or end.  [default: error]",
+        type=click.Choice(get_args(Truncate)),
+    ),
+    _sampling_option("--row-timeout", "End a text so many seconds after its first token.", **_REAL),
+    _sampling_option(
+        "--repetition-guard", "End a text when its last N tokens repeat a piece of N/4 tokens or fewer.", **_NUMBER
+    ),
+    _sampling_option("--tools", "JSON file of functions that chats may call.", type=json_file, metavar="FILE"),
+    _sampling_option(
+        "--chat-template-kwargs",
+        """Variables of the chat template: '{"enable_thinking": false}'.""",
+        type=json_text,
+        metavar="JSON",
+    ),
+    _sampling_option("--continue-final-message", "Go on with chats' last message, an assistant's.", is_flag=True),
+    _sampling_option(
+        "--split-reasoning", "Write what stands in <think></think> before the answer to reasoning_text.", is_flag=True
+    ),
+    _sampling_option("--stop-in-reasoning", "Let --stop count in that reasoning, too.", is_flag=True),
     _sampling_option("--include-stop-str-in-output", "Keep what stopped the text.", is_flag=True),
     _sampling_option("--ignore-eos", "Go on after an end-of-sequence token.", is_flag=True),
 )

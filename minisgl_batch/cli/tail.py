@@ -40,7 +40,7 @@ def tail(ctx: click.Context, job_id: str, row: int | None, redis_url: str | None
 
     Whenever it is started, all rows are shown, each once. Ends with the job: exit code 0 only when every row succeeded.
     Ctrl-C ends the view, not the job. With --json, a line for each event as it comes: "job" (its state), "started" (a
-    sample's text begins, or begins anew), "text" (more of it) and "finished".
+    sample's text begins, or begins anew), "text" (more of it; "is_reasoning" tells of what) and "finished".
     """
     with open_client(redis_url) as client:
         job = client.job(job_id)
@@ -81,7 +81,7 @@ def _tail_all(events: Iterable[Event]) -> None:
             match event:
                 case RowStarted():
                     texts[key] = []
-                case RowText(text=text):
+                case RowText(text=text, is_reasoning=False):
                     texts[key].append(text)
                 case RowFinished():
                     screen.finished(event, "".join(texts.pop(key)))
@@ -142,17 +142,20 @@ def _tail_row(events: Iterable[Event]) -> None:
     texts: dict[int, str] = {}
     ended: dict[int, RowFinished] = {}
     turn = num_shown = 0
+    thinking: set[int] = set()
     for event in _row_events(events):
         sample = event.sample_index
         match event:
             case RowStarted():
                 texts[sample] = ""
+                thinking.discard(sample)
                 if sample == turn and num_shown:
                     _show("\n")
                     talk("the row starts anew: its worker was lost")
                     num_shown = 0
-            case RowText(text=text):
-                texts[sample] += text
+            case RowText(text=text, is_reasoning=is_reasoning):
+                texts[sample] += ("\n\n" if sample in thinking and not is_reasoning else "") + text
+                (thinking.add if is_reasoning else thinking.discard)(sample)
             case RowFinished():
                 ended[sample] = event
         while turn in texts:

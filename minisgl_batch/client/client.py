@@ -36,6 +36,7 @@ from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
 from minisgl_jobs.dataset import check_dataset, clear_dataset, reopen_resumed
 from minisgl_jobs.faults import MAX_SHOWN
+from minisgl_jobs.fields import UNSUPPORTED, unsupported_hint
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, JobState, Priority
@@ -380,5 +381,8 @@ def _as_file(table: Any) -> Iterator[str]:
 def _sampling(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
     unknown = fields.keys() - set(SamplingParams.__struct_fields__)
     if unknown:
-        raise InvalidParameterError(sorted(unknown)[0], "is neither an argument of submit nor a sampling field")
+        field = min(unknown)
+        if field in UNSUPPORTED:
+            raise InvalidParameterError(field, f"isn't supported: {unsupported_hint(field)}")
+        raise InvalidParameterError(field, "is neither an argument of submit nor a sampling field")
     return SamplingParams(**fields).over(params or SamplingParams())

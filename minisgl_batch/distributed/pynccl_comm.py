@@ -49,18 +49,16 @@ class PyNcclCommunicator:
         if nccl is None:
             raise pynccl.NcclError("NCCL doesn't work on all ranks")
         self.nccl = nccl
-        self.one_shot: OneShotAllReduce | None = None
+        self.one_shot = self._make_one_shot()
         self._window: torch.Tensor | None = None
 
     def prepare(self, num_bytes: int) -> None:
         num_bytes = min(num_bytes, MAX_WINDOW_BYTES)
-        self.one_shot = self._make_one_shot(num_bytes)
-        if self.one_shot is None or self.one_shot.buffer_bytes < num_bytes:
-            self._window = self._agreed("a window of NCCL's", lambda: self.nccl.new_window(num_bytes))
+        self._window = self._agreed("a window of NCCL's", lambda: self.nccl.new_window(num_bytes))
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         num_bytes = math.prod(shape) * dtype.itemsize
-        if self.one_shot is not None and num_bytes <= self.one_shot.buffer_bytes:
+        if self.one_shot is not None and num_bytes <= self.one_shot.max_bytes:
             return self.one_shot.buffer(shape, dtype)
         if self._window is None or num_bytes > len(self._window):
             return None
@@ -92,7 +90,7 @@ class PyNcclCommunicator:
         if self._window is not None:
             parts.append(f"window {len(self._window) >> 20} MiB")
         if self.one_shot is not None:
-            parts.append(f"one-shot to {self.one_shot.buffer_bytes >> 10} KiB")
+            parts.append(f"one-shot to {self.one_shot.max_bytes >> 10} KiB")
         return ", ".join(parts)
 
     def abort(self) -> None:
@@ -111,19 +109,13 @@ class PyNcclCommunicator:
             self.nccl.close()
         self._hosts.close()
 
-    def _make_one_shot(self, num_bytes: int) -> OneShotAllReduce | None:
+    def _make_one_shot(self) -> OneShotAllReduce | None:
         place, what = self._place, "sums in one kernel"
         if place.num_local != place.size or place.size not in SIZES:
             return None
-        # A rank reads from all others, so what pays shrinks with both what it reads and how many it reads from. One of
-        # two reads no more than by any other means.
+        # A rank reads from all others, so what pays shrinks with both what it reads and how many it reads from.
         max_bytes = _ONE_SHOT_BYTES // place.size**2
-        buffer_bytes = num_bytes if place.size == 2 else min(max_bytes, num_bytes)
-
-        def make() -> OneShotAllReduce:
-            return OneShotAllReduce(place.rank, place.size, max_bytes, self._device, buffer_bytes)
-
-        made = self._agreed(what, make)
+        made = self._agreed(what, lambda: OneShotAllReduce(place.rank, place.size, max_bytes, self._device))
         if made is None:
             return None
         handles = self._exchange(made.handle)

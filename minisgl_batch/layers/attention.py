@@ -13,6 +13,7 @@ from minisgl_batch.attention.base import AttnSpec, ForwardContext
 from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.layers.linear import LinearQKVMerged, LinearRowParallel
 from minisgl_batch.layers.norm import RMSNorm
+from minisgl_batch.layers.rotary import Rotation
 from minisgl_kernels.norm_rope_store import norm_rope_store
 
 
@@ -74,13 +75,13 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, device=device, offset=qk_norm_offset)
 
     def forward(
-        self, x: torch.Tensor, rope: torch.Tensor, ctx: ForwardContext, keep: torch.Tensor | None = None
+        self, x: torch.Tensor, rotation: Rotation, ctx: ForwardContext, keep: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attend.
 
         Args:
             x: (num_tokens, hidden_size).
-            rope: what `RotaryEmbedding` gives for these tokens.
+            rotation: what `RotaryEmbedding` gives for these tokens.
             keep: (num_kept,) tokens whose result is wanted; None: all.
 
         Returns:
@@ -90,7 +91,9 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
         k_pool, v_pool = ctx.pool.k(self._layer), ctx.pool.v(self._layer)
-        q = norm_rope_store(self.qkv_proj(x), norms, eps, rope, ctx.batch.out_loc, k_pool, v_pool)
+        q = norm_rope_store(self.qkv_proj(x), norms, eps, rotation.rope, ctx.batch.out_loc, k_pool, v_pool)
+        if rotation.query_scale is not None:
+            q.mul_(rotation.query_scale)
         out = ctx.attention.forward(q, self._layer, self._spec, ctx.batch)
         out = out.flatten(1)
         attended: torch.Tensor = self.o_proj(out if keep is None else out[keep])

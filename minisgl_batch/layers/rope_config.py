@@ -29,6 +29,7 @@ class RopeConfig:
         attention_factor: cosines and sines are multiplied by it (yarn, longrope).
         short_factors, long_factors: of the wavelengths, for sequences that fit into the pre-training context, and for
             longer ones (longrope).
+        query_growth: queries are multiplied by 1 + query_growth * log(1 + position // original_context_len).
     """
 
     theta: float = 10000.0
@@ -44,6 +45,7 @@ class RopeConfig:
     attention_factor: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    query_growth: float = 0.0
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many of a head's dimensions are rotated."""

@@ -10,12 +10,25 @@ key projections are reordered then when they are loaded, alike, which no attenti
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from minisgl_batch.layers.rope_config import RopeConfig
+
+
+class Rotation(NamedTuple):
+    """What attention does to the queries and keys of a step's tokens.
+
+    Attributes:
+        rope: (num_tokens, 2, head_dim), rows of `RotaryEmbedding.table`.
+        query_scale: (num_tokens, 1, 1), a factor on queries; None: there is none.
+    """
+
+    rope: torch.Tensor
+    query_scale: torch.Tensor | None
 
 
 class RotaryEmbedding(nn.Module):
@@ -27,9 +40,11 @@ class RotaryEmbedding(nn.Module):
     Attributes:
         table: (context_len, 2, head_dim), computed in float32 and rounded to the model's dtype: each position's
             cosines of head_dim / 2 angles, twice, and their sines, first negated and then as they are.
+        query_scales: (context_len, 1, 1), likewise; None where all are 1.
     """
 
     table: torch.Tensor
+    query_scales: torch.Tensor | None
 
     def __init__(
         self,
@@ -49,10 +64,15 @@ class RotaryEmbedding(nn.Module):
         cos, sin = F.pad(cos, (0, num_at_rest), value=1.0), F.pad(sin, (0, num_at_rest))
         table = torch.cat((cos, cos, -sin, sin), dim=-1).view(-1, 2, head_dim)
         self.register_buffer("table", table, persistent=False)
+        query_scales = None
+        if config.query_growth and context_len > config.original_context_len:
+            growth = torch.log(1.0 + torch.floor(positions / config.original_context_len))
+            query_scales = (1.0 + config.query_growth * growth).to(dtype).view(-1, 1, 1)
+        self.register_buffer("query_scales", query_scales, persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """(num_tokens,) int32 -> (num_tokens, 2, head_dim), these tokens' rows."""
-        return self.table[positions]
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """What these tokens need; (num_tokens,) int32."""
+        return Rotation(self.table[positions], None if self.query_scales is None else self.query_scales[positions])
 
 
 def rotary_order(rotary_dim: int, head_dim: int) -> torch.Tensor:

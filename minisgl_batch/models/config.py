@@ -6,7 +6,6 @@ that are missing. Knows nothing of torch. Called by the engine and by whoever ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,9 +13,9 @@ from typing import Literal
 from minisgl_batch.layers.rope_config import RopeConfig
 from minisgl_batch.layers.sharding import check_tp_size
 from minisgl_batch.models.config_file import ConfigFile
-from minisgl_batch.models.gemma import gemma3_layer_types, read_gemma3
-from minisgl_batch.models.moe_config import MoEConfig, no_experts, qwen_moe, read_mixtral
-from minisgl_batch.models.refusals import refuse_unsupported, why_not
+from minisgl_batch.models.families import Family, read_family
+from minisgl_batch.models.moe_config import MoEConfig
+from minisgl_batch.models.refusals import refuse_unsupported
 from minisgl_batch.models.rope import read_local_rope, read_rope
 
 Activation = Literal["silu", "gelu"]
@@ -140,7 +139,7 @@ def load_model_config(path: Path) -> ModelConfig:
     """
     file = ConfigFile.read(path / "config.json")
     refuse_unsupported(file)
-    architecture, family = _family(file)
+    architecture, family = read_family(file)
     num_layers = file.count("num_hidden_layers")
     num_heads = file.count("num_attention_heads")
     hidden_size = file.count("hidden_size")
@@ -170,6 +169,7 @@ def load_model_config(path: Path) -> ModelConfig:
             family.rope_theta,
             may_be_partial=family.partial_rotary,
             by_layer_type=family.local_rope_theta is not None,
+            may_scale_queries=family.scales_queries,
         ),
         local_rope=read_local_rope(file, max_position_embeddings, family.local_rope_theta),
         activation=family.activation(file),
@@ -187,209 +187,7 @@ def load_model_config(path: Path) -> ModelConfig:
     return config
 
 
-def _complete(_file: ConfigFile, config: ModelConfig) -> ModelConfig:
-    return config
-
-
-def _silu(file: ConfigFile) -> Activation:
-    file.choice("hidden_act", ("silu", "swish"), "silu")
-    return "silu"
-
-
-def _gelu(file: ConfigFile) -> Activation:
-    file.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
-    return "gelu"
-
-
-def _never(_file: ConfigFile) -> bool:
-    return False
-
-
-def _always(_file: ConfigFile) -> bool:
-    return True
-
-
-def _as_configured(key: str, default: bool = False) -> Callable[[ConfigFile], bool]:
-    return lambda file: file.flag(key, default)
-
-
-def _no_window(_file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    return (None,) * num_layers
-
-
-def _window_in_all_layers(default: int | None) -> Callable[[ConfigFile, int], tuple[int | None, ...]]:
-    return lambda file, num_layers: (_window(file, default),) * num_layers
-
-
-def _no_window_or_refused(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    if file.flag("use_sliding_window", False):
-        raise file.error(
-            "use_sliding_window", "isn't supported: releases of transformers differ in which layers have one"
-        )
-    return (None,) * num_layers
-
-
-def _window_by_layer(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen's rule: layers from `max_window_layers` on, unless `layer_types` says which."""
-    window = _window(file, 4096) if file.flag("use_sliding_window", False) else None
-    if file.data.get("layer_types") is None:
-        first = file.count("max_window_layers", 28, low=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    return _layer_types(file, num_layers, window)
-
-
-def _window_by_layer_type(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """Ministral's rule: all layers, unless `layer_types` says which."""
-    window = _window(file, 4096)
-    if file.data.get("layer_types") is None:
-        return (window,) * num_layers
-    return _layer_types(file, num_layers, window)
-
-
-def _window_by_pattern(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """Gemma's rule: all layers but every sixth, unless `layer_types` says which."""
-    return _layer_types(file, num_layers, _window(file, 4096), gemma3_layer_types(file, num_layers))
-
-
-def _layer_types(
-    file: ConfigFile, num_layers: int, window: int | None, default: list[str] | None = None
-) -> tuple[int | None, ...]:
-    layer_types = file.data.get("layer_types") or default
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers or any(t not in known for t in layer_types):
-        raise file.error("layer_types", f"must be a list of {num_layers} of {' and '.join(known)}")
-    if window is None and "sliding_attention" in layer_types:
-        raise file.error("layer_types", "names sliding_attention, but sliding_window (use_sliding_window) sets none")
-    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
-
-
-def _window(file: ConfigFile, default: int | None) -> int | None:
-    if file.data.get("sliding_window", default) is None:
-        return None
-    return file.count("sliding_window", default)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Family:
-    """Where one architecture's configs differ from another's: defaults, and which keys mean something.
-
-    `num_kv_heads` None: as many as query heads. `head_dim` None: hidden size / heads. `local_rope_theta`: layers with a
-    window have a rotary embedding of their own. `complete` adds what only this architecture has.
-    """
-
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    attention_bias: Callable[[ConfigFile], bool] = _never
-    attention_output_bias: Callable[[ConfigFile], bool] = _never
-    mlp_bias: Callable[[ConfigFile], bool] = _never
-    qk_norm: bool = False
-    tie_word_embeddings: bool = False
-    activation: Callable[[ConfigFile], Activation] = _silu
-    sliding_window: Callable[[ConfigFile, int], tuple[int | None, ...]] = _no_window
-    partial_rotary: bool = False
-    local_rope_theta: float | None = None
-    moe: Callable[[ConfigFile, int], MoEConfig | None] = no_experts
-    complete: Callable[[ConfigFile, ModelConfig], ModelConfig] = _complete
-
-
-_FAMILIES = {
-    "Gemma3ForCausalLM": _Family(
-        max_position_embeddings=131072,
-        rope_theta=1e6,
-        local_rope_theta=1e4,
-        num_kv_heads=4,
-        head_dim=256,
-        attention_bias=_as_configured("attention_bias"),
-        attention_output_bias=_as_configured("attention_bias"),
-        qk_norm=True,
-        tie_word_embeddings=True,
-        activation=_gelu,
-        sliding_window=_window_by_pattern,
-        complete=read_gemma3,
-    ),
-    "LlamaForCausalLM": _Family(
-        max_position_embeddings=2048,
-        attention_bias=_as_configured("attention_bias"),
-        attention_output_bias=_as_configured("attention_bias"),
-        mlp_bias=_as_configured("mlp_bias"),
-    ),
-    "MinistralForCausalLM": _Family(
-        max_position_embeddings=131072,
-        num_kv_heads=8,
-        sliding_window=_window_by_layer_type,
-    ),
-    "MistralForCausalLM": _Family(
-        max_position_embeddings=131072,
-        num_kv_heads=8,
-        sliding_window=_window_in_all_layers(4096),
-    ),
-    "MixtralForCausalLM": _Family(
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=1e6,
-        num_kv_heads=8,
-        sliding_window=_window_in_all_layers(None),
-        moe=read_mixtral,
-    ),
-    "Phi3ForCausalLM": _Family(
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        sliding_window=_window_in_all_layers(None),
-        partial_rotary=True,
-    ),
-    "Qwen2ForCausalLM": _Family(
-        max_position_embeddings=32768,
-        num_kv_heads=32,
-        attention_bias=_always,
-        sliding_window=_window_by_layer,
-    ),
-    "Qwen3ForCausalLM": _Family(
-        max_position_embeddings=32768,
-        num_kv_heads=32,
-        head_dim=128,
-        attention_bias=_as_configured("attention_bias"),
-        attention_output_bias=_as_configured("attention_bias"),
-        qk_norm=True,
-        sliding_window=_window_by_layer,
-    ),
-    "Qwen2MoeForCausalLM": _Family(
-        max_position_embeddings=32768,
-        num_kv_heads=16,
-        attention_bias=_as_configured("qkv_bias", default=True),
-        sliding_window=_no_window_or_refused,
-        moe=qwen_moe(num_experts=60, top_k=4, intermediate_size=1408, shared_intermediate_size=5632),
-    ),
-    "Qwen3MoeForCausalLM": _Family(
-        max_position_embeddings=32768,
-        num_kv_heads=4,
-        attention_bias=_as_configured("attention_bias"),
-        attention_output_bias=_as_configured("attention_bias"),
-        qk_norm=True,
-        sliding_window=_no_window_or_refused,
-        moe=qwen_moe(num_experts=128, top_k=8, intermediate_size=768, shared_intermediate_size=None),
-    ),
-}
-
-SUPPORTED_ARCHITECTURES: tuple[str, ...] = tuple(_FAMILIES)
-
-
-def _family(file: ConfigFile) -> tuple[str, _Family]:
-    supported = f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
-    architectures = file.data.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise file.error("architectures", f"must be a list with the model's class name; {supported}")
-    family = _FAMILIES.get(str(architectures[0]))
-    if family is None:
-        raise file.error(
-            "architectures", f"{architectures[0]!r} isn't supported{why_not(str(architectures[0]))}; {supported}"
-        )
-    return str(architectures[0]), family
-
-
-def _num_kv_heads(file: ConfigFile, family: _Family, num_heads: int) -> int:
+def _num_kv_heads(file: ConfigFile, family: Family, num_heads: int) -> int:
     if "num_key_value_heads" in file.data and file.data["num_key_value_heads"] is None:
         return num_heads
     return file.count("num_key_value_heads", family.num_kv_heads or num_heads)

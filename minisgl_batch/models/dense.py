@@ -13,7 +13,7 @@ from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.layers.attention import SelfAttention
 from minisgl_batch.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl_batch.layers.norm import RMSNorm
-from minisgl_batch.layers.rotary import RotaryEmbedding
+from minisgl_batch.layers.rotary import RotaryEmbedding, Rotation
 from minisgl_batch.models.base import CausalLM
 from minisgl_batch.models.config import ModelConfig
 from minisgl_batch.models.mlp import MLP, SparseMLP
@@ -35,7 +35,7 @@ class DecoderLayer(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        rope: torch.Tensor,
+        rotation: Rotation,
         ctx: ForwardContext,
         keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,7 +44,7 @@ class DecoderLayer(nn.Module):
         (num_tokens, hidden_size) all; of the tokens in `keep` alone, if it is given.
         """
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rope, ctx, keep)
+        x = self.self_attn(x, rotation, ctx, keep)
         residual = residual if keep is None else residual[keep]
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
@@ -72,13 +72,13 @@ class PostNormLayer(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        rope: torch.Tensor,
+        rotation: Rotation,
         ctx: ForwardContext,
         keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `DecoderLayer.forward`, but for `x`, which is the whole output, on each rank."""
         x, residual = self.input_layernorm(x, residual)
-        x = self._tp.all_reduce(self.self_attn(x, rope, ctx, keep))
+        x = self._tp.all_reduce(self.self_attn(x, rotation, ctx, keep))
         residual = residual if keep is None else residual[keep]
         x, residual = self.pre_feedforward_layernorm(self.post_attention_layernorm(x)[0], residual)
         return self.post_feedforward_layernorm(self._tp.all_reduce(self.mlp(x)))[0], residual
@@ -147,7 +147,7 @@ class DenseModel(CausalLM):
             RotaryEmbedding(rope, config.head_dim, config.context_len, dtype=dtype, device=device) for rope in ropes
         )
         has_local_rope = [window is not None and config.local_rope is not None for window in config.sliding_window]
-        self._rope_of_layer = [int(is_local) for is_local in has_local_rope]
+        self._rotation_of_layer = [int(is_local) for is_local in has_local_rope]
         layer_class = PostNormLayer if config.has_post_norms else DecoderLayer
         self.layers = nn.ModuleList(layer_class(config, layer, tp, dtype, device) for layer in range(config.num_layers))
         self.norm = _norm(config, SINGLE if config.has_post_norms else tp, dtype, device)
@@ -162,12 +162,13 @@ class DenseModel(CausalLM):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         x = self.embed_tokens(input_ids)
-        ropes = [rotary_emb(positions) for rotary_emb in self.rotary_embs]
+        kinds = [rotary_emb(positions) for rotary_emb in self.rotary_embs]
+        rotations = [kinds[kind] for kind in self._rotation_of_layer]
         residual = None
-        for layer, rope in zip(self.layers[:-1], self._rope_of_layer, strict=False):
-            x, residual = layer(x, residual, ropes[rope], ctx)
+        for layer, rotation in zip(self.layers[:-1], rotations[:-1], strict=True):
+            x, residual = layer(x, residual, rotation, ctx)
         # Behind the last layer's attention nothing is needed of tokens that give no logits.
-        x, residual = self.layers[-1](x, residual, ropes[self._rope_of_layer[-1]], ctx, keep=ctx.batch.sample_tokens)
+        x, residual = self.layers[-1](x, residual, rotations[-1], ctx, keep=ctx.batch.sample_tokens)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 

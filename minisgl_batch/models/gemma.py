@@ -1,6 +1,6 @@
 """What Gemma 3's config.json says beyond the keys that all architectures have. Knows nothing of torch.
 
-Called by `config`. Text models only: what reads images has another architecture.
+Called by `families`. Text models only: what reads images has another architecture.
 """
 
 from __future__ import annotations

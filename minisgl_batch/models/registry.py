@@ -21,6 +21,7 @@ _MODELS = {
     "Gemma3ForCausalLM": _DENSE,
     "LlamaForCausalLM": _DENSE,
     "MinistralForCausalLM": _DENSE,
+    "Ministral3ForCausalLM": _DENSE,
     "MistralForCausalLM": _DENSE,
     "MixtralForCausalLM": _DENSE,
     "Phi3ForCausalLM": _DENSE,

@@ -23,11 +23,13 @@ def read_rope(
     *,
     may_be_partial: bool = False,
     by_layer_type: bool = False,
+    may_scale_queries: bool = False,
 ) -> RopeConfig:
     """From `rope_parameters` (5.x), or from `rope_theta` and `rope_scaling` (4.5x).
 
     Args:
         may_be_partial: whether the architecture can rotate a part of each head.
+        may_scale_queries: whether it can scale them by their position.
         by_layer_type: whether it has other parameters for layers with a window; see `read_local_rope`.
 
     Raises:
@@ -46,7 +48,12 @@ def read_rope(
         for key, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
             if len(factors) != num_wavelengths:
                 raise params.error(key, f"must be a list of {num_wavelengths} numbers, got {len(factors)}")
-    return replace(rope, fraction=fraction)
+    growth = params.number("llama_4_scaling_beta", 0.0)
+    if growth and not may_scale_queries:
+        raise params.error("llama_4_scaling_beta", "scaling queries by position isn't supported for this model")
+    if growth:
+        rope = replace(rope, original_context_len=params.count("original_max_position_embeddings"))
+    return replace(rope, fraction=fraction, query_growth=growth)
 
 
 def read_local_rope(file: ConfigFile, max_position_embeddings: int, default_theta: float | None) -> RopeConfig | None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from minisgl_batch.errors import InvalidParameterError, RequestError
 from minisgl_batch.messages import NewRequest
+from minisgl_batch.reasoning import OPENING
 from minisgl_batch.sampling_params import MAX_LOGIT_RULES, MAX_SEED, NEUTRAL, EngineSampling, SamplingParams
 from minisgl_batch.tokenizer.tokenizer import IntArray, ModelTokenizer
 
@@ -28,12 +29,29 @@ class StopRules:
         token_ids: the stop tokens that aren't EOS; generation ends at any of them, and they are not part of the text.
         include_in_output: keep the stop string, or the stop token's text.
         min_tokens: no string counts that is complete before so many tokens.
+        timeout_s: from the first token, after which the next one is the last; None: never.
+        repetition_guard: so many tokens that are one piece over and over end the text; 0: none do.
     """
 
     strings: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
     include_in_output: bool = False
     min_tokens: int = 0
+    timeout_s: float | None = None
+    repetition_guard: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningRules:
+    """How a text is told from its reasoning.
+
+    Attributes:
+        opened: the prompt ends with the mark that opens it.
+        stops: stop strings count in it, too.
+    """
+
+    opened: bool
+    stops: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +59,17 @@ class ResolvedRequest:
     """One prompt, ready for the engine.
 
     Attributes:
-        prompt_ids: (num_tokens,) int32.
+        prompt_ids: (num_tokens,) int32, cut where `truncate` says so.
         samples: sampling of each of the prompt's `n` samples; they differ in `sample_index`, and the first one alone
             scores the prompt.
         stops: what ends each of them.
+        reasoning: how their texts are split, if they are.
     """
 
     prompt_ids: IntArray
     samples: tuple[EngineSampling, ...]
     stops: StopRules
+    reasoning: ReasoningRules | None = None
 
     def messages(self, first_uid: int) -> list[NewRequest]:
         """The engine's requests: sample i gets the uid `first_uid + i`."""
@@ -70,6 +90,8 @@ def resolve_request(
     Without `max_tokens` generation may fill the context. A `max_tokens` that the context can't hold is cut to what it
     leaves: such a request ends with finish reason "length", as in vLLM's offline `LLM`.
 
+    Where `truncate` cuts prompts it makes room for all of `max_tokens`.
+
     Args:
         prompt_ids: (num_tokens,) int32.
         layers: the most specific first (row, job); the model's own defaults and then `NEUTRAL` come after them.
@@ -79,20 +101,17 @@ def resolve_request(
     Raises:
         RequestError: "invalid_request" for a prompt without tokens or with ids that the model doesn't have, and for
             parameters that don't suit each other or the model, "prompt_too_long" for a prompt that leaves no room for
-            a token of output.
+            a token of output and isn't to be cut.
     """
-    num_tokens = len(prompt_ids)
-    if num_tokens == 0:
+    if len(prompt_ids) == 0:
         raise RequestError("invalid_request", "the prompt is empty: it has no tokens")
     tokenizer.check_ids(prompt_ids)
-    room = max_len - num_tokens
-    if room < 1:
-        raise RequestError(
-            "prompt_too_long",
-            f"the prompt has {num_tokens} tokens and the context {max_len}, which leaves no room for output: "
-            f"shorten the prompt to at most {max_len - 1} tokens, or serve a model with a longer context",
-        )
-    params = _merged((*layers, tokenizer.default_sampling, NEUTRAL))
+    try:
+        params = SamplingParams().over(*layers, tokenizer.default_sampling, NEUTRAL)
+    except InvalidParameterError as error:
+        raise RequestError("invalid_request", str(error)) from None
+    prompt_ids = _fit(prompt_ids, max_len, params)
+    room = max_len - len(prompt_ids)
     seed = params.seed if params.seed is not None else derive_seed(job_seed, row_index)
     eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
     stop_token_ids = frozenset(params.stop_token_ids or ())
@@ -126,18 +145,39 @@ def resolve_request(
         token_ids=stop_token_ids - eos_ids,
         include_in_output=_set(params.include_stop_str_in_output),
         min_tokens=_set(params.min_tokens),
+        timeout_s=params.row_timeout,
+        repetition_guard=params.repetition_guard or 0,
     )
-    return ResolvedRequest(prompt_ids, samples, stops)
+    reasoning = None
+    if params.split_reasoning:
+        opened = tokenizer.last_text(prompt_ids).rstrip().endswith(OPENING)
+        reasoning = ReasoningRules(opened, _set(params.stop_in_reasoning))
+    return ResolvedRequest(prompt_ids, samples, stops, reasoning)
 
 
-def _merged(layers: tuple[SamplingParams, ...]) -> SamplingParams:
-    params = SamplingParams()
-    try:
-        for layer in layers:
-            params = params.over(layer)
-    except InvalidParameterError as error:  # layers that are right by themselves may contradict each other
-        raise RequestError("invalid_request", str(error)) from None
-    return params
+def _fit(prompt_ids: IntArray, max_len: int, params: SamplingParams) -> IntArray:
+    """The prompt, or what `truncate` leaves of it."""
+    num_tokens = len(prompt_ids)
+    lengths = f"the prompt has {num_tokens} tokens and the context {max_len}"
+    if params.truncate == "error":
+        if num_tokens < max_len:
+            return prompt_ids
+        raise RequestError(
+            "prompt_too_long",
+            f"{lengths}, which leaves no room for output: shorten the prompt to at most {max_len - 1} tokens, let "
+            "truncate cut it, or serve a model with a longer context",
+        )
+    if num_tokens + (params.max_tokens or 1) <= max_len:
+        return prompt_ids
+    if params.max_tokens is None:
+        raise RequestError("prompt_too_long", f"{lengths}: truncate needs max_tokens, to know how much room to make")
+    kept = max_len - params.max_tokens
+    if kept < 1:
+        raise RequestError(
+            "prompt_too_long",
+            f"{lengths}, of which max_tokens takes {params.max_tokens}: nothing is left for the prompt",
+        )
+    return prompt_ids[-kept:] if params.truncate == "left" else prompt_ids[:kept]
 
 
 def _num_logprobs(asked: int | None, vocab_size: int) -> int:

@@ -8,7 +8,7 @@ or a reader. Knows nothing of rows, Redis or sockets. Called by the worker group
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,14 +24,19 @@ from minisgl_batch.messages import (
     Scores,
     StepOutput,
 )
-from minisgl_batch.tokenizer.detokenizer import Detokenizer, TextStream
-from minisgl_batch.tokenizer.input import StopRules
+from minisgl_batch.reasoning import Reasoning, ReasoningSplitter
+from minisgl_batch.tokenizer.detokenizer import Detokenizer
+from minisgl_batch.tokenizer.growing import GrowingText
+from minisgl_batch.tokenizer.input import ReasoningRules, StopRules
 from minisgl_batch.tokenizer.logprobs import LogprobCollector, Logprobs, prompt_scores, sampled_scores
-from minisgl_batch.tokenizer.stop import StopScanner
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "timeout", "repetition", "abort", "error"]
 
 _FINISH_REASONS: dict[int, FinishReason] = {FINISH_STOP: "stop", FINISH_LENGTH: "length", FINISH_ABORT: "abort"}
+
+
+MIN_REPEATS = 4  # of a piece, for the repetition guard
+_LOOKS = 8  # of the guard, while as many tokens come as it looks at
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +48,14 @@ class TextDelta:
         offset: characters before it; deltas continue each other, and the snapshot of `watch`, without a gap.
         text: never empty.
         num_tokens: the request's output tokens so far.
+        reasoning: where the parts of the text so far are, if it is to be split.
     """
 
     uid: int
     offset: int
     text: str
     num_tokens: int
+    reasoning: Reasoning | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +66,15 @@ class SampleOutput:
         uid: the request.
         text: without the EOS or stop token, and without the stop string unless it was to be included.
         token_ids: every output token up to and with the one that ended it.
-        finish_reason: "stop" (EOS, stop token or stop string), "length", "abort" or "error".
+        finish_reason: "stop" (EOS, stop token or stop string), "length", "timeout", "repetition", "abort" or
+            "error".
         stop_reason: the stop string or the stop token's id; None for EOS and for the other finish reasons.
         prompt_tokens, cached_tokens: of the prompt, and how many of them came from the prefix cache.
         first_token_s: when the first token arrived, on the caller's clock; None when none did.
         error: why the engine refused it, with finish_reason "error".
         logprobs: of `token_ids`, and
+        reasoning_text, raw_text: if the text was split, what stands between the marks, "" where there are none, and all
+            of the text, marks included; `text` is then the answer.
         prompt_logprobs: of the prompt's tokens but the first, if they were asked for and the request wasn't aborted.
     """
 
@@ -79,6 +89,8 @@ class SampleOutput:
     error: RequestError | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    reasoning_text: str | None = None
+    raw_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +118,17 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, uid: int, *, prompt_tokens: int, stops: StopRules, logprobs: LogprobCollector | None = None) -> None:
+    def add(
+        self,
+        uid: int,
+        *,
+        prompt_tokens: int,
+        stops: StopRules,
+        reasoning: ReasoningRules | None = None,
+        logprobs: LogprobCollector | None = None,
+    ) -> None:
         """Expect output of a request; call before the engine gets it."""
-        state = _RequestState(uid, prompt_tokens, stops, logprobs=logprobs)
+        state = _RequestState(uid, prompt_tokens, stops, reasoning, logprobs=logprobs)
         if stops.strings:
             state.start_text(self._detokenizer)
         self._live[uid] = state
@@ -135,8 +155,8 @@ class OutputProcessor:
                 continue
             if token >= 0:
                 state.token_ids.append(token)
-            if finish or state.text is not None:
-                self._advance(state, token, finish, events)
+            if finish or state.text is not None or state.is_limited:
+                self._advance(state, token, finish, now_s, events)
         return events
 
     def _take_scores(self, scores: Scores) -> None:
@@ -158,6 +178,11 @@ class OutputProcessor:
         text = state.text or state.start_text(self._detokenizer)
         state.watched = True
         return text.so_far()
+
+    def reasoning(self, uid: int) -> Reasoning | None:
+        """Where the parts of a watched request's text so far are, if it is to be split."""
+        state = self._live.get(uid)
+        return None if state is None or state.text is None else state.text.reasoning
 
     def unwatch(self, uid: int) -> None:
         """Report no more deltas of the request; an unknown uid is ignored."""
@@ -181,7 +206,7 @@ class OutputProcessor:
                 self._settle(state, len(state.token_ids), "error", None, events, RequestError("request_refused", why))
         return events
 
-    def _advance(self, state: _RequestState, token: int, finish: int, events: OutputEvents) -> None:
+    def _advance(self, state: _RequestState, token: int, finish: int, now_s: float, events: OutputEvents) -> None:
         """Take the step's token, which is the last of `state.token_ids`, and how the engine ended the request."""
         num_text_tokens = len(state.token_ids)
         stop_reason = None
@@ -190,7 +215,8 @@ class OutputProcessor:
                 stop_reason = token
             if stop_reason is None or not state.stops.include_in_output:
                 num_text_tokens -= 1
-        ended = self._settle(state, num_text_tokens, _FINISH_REASONS.get(finish), stop_reason, events)
+        reason = state.limit(now_s) if finish == NOT_FINISHED else _FINISH_REASONS[finish]
+        ended = self._settle(state, num_text_tokens, reason, stop_reason, events)
         if ended and finish == NOT_FINISHED:
             events.aborts.append(state.uid)
 
@@ -212,18 +238,20 @@ class OutputProcessor:
             offset = state.text.num_chars
             released, stop_string = state.text.grow(state.token_ids, num_text_tokens, is_last=reason is not None)
             if released and state.watched:
-                events.deltas.append(TextDelta(state.uid, offset, released, len(state.token_ids)))
+                events.deltas.append(TextDelta(state.uid, offset, released, len(state.token_ids), state.text.reasoning))
         if stop_string is not None:
             reason = "stop"
         if reason is None:
             return False
         del self._live[state.uid]
         token_ids = state.token_ids.tolist()
-        logprobs = state.logprobs if reason in ("stop", "length") else None
+        text, reasoning = self._whole_text(state, token_ids[:num_text_tokens])
+        reasoning_text, answer = (None, text) if reasoning is None else reasoning.split(text)
+        logprobs = state.logprobs if reason not in ("abort", "error") else None
         events.finished.append(
             SampleOutput(
                 uid=state.uid,
-                text=state.text.so_far() if state.text else self._detokenizer.decode_full(token_ids[:num_text_tokens]),
+                text=answer,
                 token_ids=token_ids,
                 finish_reason=reason,
                 stop_reason=stop_reason if stop_string is None else stop_string,
@@ -233,9 +261,23 @@ class OutputProcessor:
                 error=error,
                 logprobs=None if logprobs is None else logprobs.output(token_ids),
                 prompt_logprobs=None if logprobs is None else logprobs.prompt(),
+                reasoning_text=reasoning_text,
+                raw_text=None if reasoning is None else text,
             )
         )
         return True
+
+    def _whole_text(self, state: _RequestState, text_tokens: list[int]) -> tuple[str, Reasoning | None]:
+        """The text of a request that has ended, and where its parts are."""
+        if state.text is not None:
+            return state.text.so_far(), state.text.reasoning
+        text = self._detokenizer.decode_full(text_tokens)
+        if state.reasoning is None:
+            return text, None
+        splitter = ReasoningSplitter(opened=state.reasoning.opened)
+        splitter.push(text)
+        splitter.flush()
+        return text, splitter.found
 
 
 @dataclass(slots=True)
@@ -245,58 +287,35 @@ class _RequestState:
     uid: int
     prompt_tokens: int
     stops: StopRules
+    reasoning: ReasoningRules | None = None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
-    text: _GrowingText | None = None
+    text: GrowingText | None = None
     watched: bool = False
     cached_tokens: int = 0
     first_token_s: float | None = None
     logprobs: LogprobCollector | None = None
+    is_limited: bool = False  # whether `limit` may end it
 
-    def start_text(self, detokenizer: Detokenizer) -> _GrowingText:
+    def __post_init__(self) -> None:
+        self.is_limited = self.stops.timeout_s is not None or self.stops.repetition_guard > 0
+
+    def limit(self, now_s: float) -> FinishReason | None:
+        """Why it ends here though the engine would go on, if it does."""
+        timeout_s, first_s = self.stops.timeout_s, self.first_token_s
+        if timeout_s is not None and first_s is not None and now_s - first_s >= timeout_s:
+            return "timeout"
+        guard = self.stops.repetition_guard
+        if guard and len(self.token_ids) >= guard and len(self.token_ids) % (guard // _LOOKS) == 0:
+            return "repetition" if _repeats(self.token_ids[-guard:].tobytes(), guard // MIN_REPEATS) else None
+        return None
+
+    def start_text(self, detokenizer: Detokenizer) -> GrowingText:
         """Make the text while it grows from now on, beginning with the tokens that are here."""
-        self.text = _GrowingText(detokenizer.stream(), self.stops)
+        self.text = GrowingText(detokenizer.stream(), self.stops, self.reasoning)
         self.text.grow(self.token_ids, len(self.token_ids), is_last=False)
         return self.text
 
 
-class _GrowingText:
-    """The text of a request as its tokens come: detokenized, and searched for stop strings where there are any."""
-
-    __slots__ = ("_min_tokens", "_num_tokens", "_pieces", "_scanner", "_stream", "num_chars")
-
-    def __init__(self, stream: TextStream, stops: StopRules) -> None:
-        self._stream = stream
-        self._min_tokens = stops.min_tokens
-        self._scanner = StopScanner(stops.strings, include=stops.include_in_output) if stops.strings else None
-        self._pieces: list[str] = []
-        self._num_tokens = 0
-        self.num_chars = 0
-
-    def grow(self, token_ids: Sequence[int], num_text_tokens: int, *, is_last: bool) -> tuple[str, str | None]:
-        """Take the tokens up to `num_text_tokens`; returns the text that this releases, and a stop string if found."""
-        unsearched = self._push(token_ids, min(self._min_tokens, num_text_tokens))
-        text = self._push(token_ids, num_text_tokens)
-        if is_last:
-            text += self._stream.flush()
-        stop_string = None
-        if self._scanner is None:
-            text = unsearched + text
-        else:
-            released = self._scanner.skip(unsearched) if unsearched else ""
-            text, stop_string = self._scanner.push(text)
-            text = released + text
-            if is_last and stop_string is None:
-                text += self._scanner.flush()
-        if text:
-            self._pieces.append(text)
-            self.num_chars += len(text)
-        return text, stop_string
-
-    def _push(self, token_ids: Sequence[int], end: int) -> str:
-        """The text of the next tokens, up to `end`."""
-        new = token_ids[self._num_tokens : end]
-        self._num_tokens += len(new)
-        return "".join(map(self._stream.push, new))
-
-    def so_far(self) -> str:
-        return "".join(self._pieces)
+def _repeats(tokens: bytes, longest: int) -> bool:
+    """Whether int32 tokens are one piece of at most `longest` tokens over and over; the last may be cut."""
+    return any(tokens[4 * size :] == tokens[: -4 * size] for size in range(1, longest + 1))

@@ -15,23 +15,21 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from minisgl_batch.errors import ModelError, RequestError
 from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.tokenizer.chat import NO_OPTIONS, TEMPLATE_ERRORS, ChatOptions, Message, first_line, render_chat
 from minisgl_batch.tokenizer.detokenizer import Detokenizer, make_detokenizer
 from minisgl_batch.tokenizer.model_defaults import ModelDefaults, read_model_defaults
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
-Message: TypeAlias = Mapping[str, Any]
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[Message]
 """A prompt as users give it: text, token ids, or chat messages."""
 
-# What a chat template's own code raises over messages that it wasn't written for.
-_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 # Without any of them transformers 5 makes up a tokenizer that has hardly a token.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_LAST_TOKENS = 16  # enough for a mark and the white space behind it, in bytes if need be
 _PROBE = "turn-end-probe"  # a text that no template holds itself
 
 
@@ -88,7 +86,7 @@ class ModelTokenizer:
             # Never ask on the terminal whether to run the model's own code.
             hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # a tokenizer may fail in any way
-            raise ModelError(f"can't load a tokenizer from {folder}: {_first_line(error)}") from error
+            raise ModelError(f"can't load a tokenizer from {folder}: {first_line(error)}") from error
         if not getattr(hf_tokenizer, "is_fast", False):
             raise ModelError(
                 f"{folder} has only a slow tokenizer ({type(hf_tokenizer).__name__}): "
@@ -119,32 +117,28 @@ class ModelTokenizer:
             _check_unicode(text)
         return self._encode(texts, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Message], system: str | None = None) -> IntArray:
-        """(num_tokens,) int32 ids of a chat that the model shall answer.
+    def encode_chat(
+        self, messages: Sequence[Message], system: str | None = None, options: ChatOptions = NO_OPTIONS
+    ) -> IntArray:
+        """(num_tokens,) int32 ids of a chat that the model shall answer. Arguments and errors as `render_chat`."""
+        text = self.render_chat(messages, system, options)
+        return self._encode([text], add_special_tokens=False)[0]
+
+    def render_chat(
+        self, messages: Sequence[Message], system: str | None = None, options: ChatOptions = NO_OPTIONS
+    ) -> str:
+        """The text of a chat up to where the model's answer begins.
 
         `system` is put in front of messages that have no system message.
 
         Raises:
             RequestError: the model has no chat template, or these messages don't suit it.
         """
-        text = self.render_chat(messages, system)
-        return self._encode([text], add_special_tokens=False)[0]
-
-    def render_chat(self, messages: Sequence[Message], system: str | None = None) -> str:
-        """The text of a chat up to where the model's answer begins. Arguments and errors as `encode_chat`."""
         if not self.has_chat_template:
             raise RequestError(
                 "invalid_request", "the model has no chat template: give a prompt text instead of messages"
             )
-        chat = [_plain_message(message, index) for index, message in enumerate(messages)]
-        if not chat:
-            raise RequestError("invalid_request", "messages is empty")
-        if system is not None and not any(message["role"] == "system" for message in chat):
-            chat.insert(0, {"role": "system", "content": system})
-        try:
-            text: str = self._hf.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        except _TEMPLATE_ERRORS as error:
-            raise RequestError("invalid_request", f"the model's chat template refuses the messages: {error}") from error
+        text = render_chat(self._hf, messages, system, options)
         _check_unicode(text)
         return text
 
@@ -176,27 +170,35 @@ class ModelTokenizer:
             )
 
     def encode_inputs(
-        self, inputs: Sequence[PromptInput], *, system: str | None = None
+        self,
+        inputs: Sequence[PromptInput],
+        *,
+        system: str | None = None,
+        options: Sequence[ChatOptions] | None = None,
     ) -> list[IntArray | RequestError]:
         """The ids of prompts of any kind, their texts in one batch; one that can't be used gives its error instead.
 
         Args:
             inputs: texts, token ids and chats, as they come.
             system: put in front of chats that have no system message.
+            options: of each input, what the chat template gets beside its messages.
         """
         encoded: dict[int, IntArray | RequestError] = {}
         prompts: dict[int, str] = {}
         chats: dict[int, str] = {}
         for index, given in enumerate(inputs):
+            asked = NO_OPTIONS if options is None else options[index]
             try:
+                if not isinstance(given, str) and len(given) and isinstance(given[0], Mapping):
+                    chats[index] = self.render_chat(cast(Sequence[Message], given), system, asked)
+                    continue
+                asked.refuse_without_messages()
                 if isinstance(given, str):
                     _check_unicode(given)
                     prompts[index] = given
-                elif len(given) and isinstance(given[0], Mapping):
-                    chats[index] = self.render_chat(cast(Sequence[Message], given), system)
                 else:
                     encoded[index] = self.encode_ids(cast(Sequence[int], given))
-            except RequestError as error:  # noqa: PERF203 - one input's fault is not the others'
+            except RequestError as error:
                 encoded[index] = error
         encoded.update(zip(prompts, self._encode(list(prompts.values()), add_special_tokens=True), strict=True))
         encoded.update(zip(chats, self._encode(list(chats.values()), add_special_tokens=False), strict=True))
@@ -223,6 +225,10 @@ class ModelTokenizer:
             text = self._token_texts[token_id] = self._fast.decode([token_id], skip_special_tokens=False)
         return text
 
+    def last_text(self, token_ids: IntArray) -> str:
+        """The text of the last few tokens, special ones included."""
+        return self._fast.decode(token_ids[-_LAST_TOKENS:].tolist(), skip_special_tokens=False)
+
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         stem = word.lstrip() or word
         plain, spaced = (tuple(ids.tolist()) for ids in self._encode([stem, f" {stem}"], add_special_tokens=False))
@@ -242,7 +248,7 @@ class ModelTokenizer:
         chat = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
         try:
             text: str = self._hf.apply_chat_template(chat, tokenize=False)
-        except _TEMPLATE_ERRORS:
+        except TEMPLATE_ERRORS:
             return None  # a template for other kinds of chats says nothing about turns
         if _PROBE not in text:
             return None
@@ -250,27 +256,6 @@ class ModelTokenizer:
         ids = self._fast.encode(behind, add_special_tokens=False).ids
         token = self._fast.get_added_tokens_decoder().get(ids[0]) if ids else None
         return ids[0] if token is not None and token.special else None
-
-
-def _plain_message(message: Message, index: int) -> dict[str, Any]:
-    """The message with its content as one string, which is what templates of text models take."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError("invalid_request", f"messages[{index}] must be an object with a role")
-    content = message.get("content")
-    if isinstance(content, list | tuple):
-        content = "\n".join(_text_of_part(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
-    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise RequestError("invalid_request", f"messages[{index}].content must be text, got {type(content).__name__}")
-    return {**message, "content": content}
-
-
-def _text_of_part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise RequestError("invalid_request", f"{where} is of type {kind!r}: only text parts can be used")
 
 
 def _check_unicode(text: str) -> None:
@@ -281,7 +266,3 @@ def _check_unicode(text: str) -> None:
             "invalid_request",
             f"the text holds half of a surrogate pair at character {error.start}: it is no valid Unicode",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,6 +1,7 @@
 """Where a decode step's time goes on a GPU, by kernel, and how long a step takes at some batch sizes.
 
     python -m tests.bench.decode_step --model qwen3-0.6b --context 600
+    python -m tests.bench.decode_step --no-table --sampling '{"repetition_penalty": 1.1, "num_logprobs": 5}'
 
 Prints a table of kernels at the largest batch, and a JSON line with the step's time against its floor for each batch.
 """
@@ -12,6 +13,7 @@ import faulthandler
 import json
 import time
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +27,14 @@ READ_BYTES_PER_S = 4.3e12
 BATCHES = (1, 8, 64, 256)
 
 
-def start(bench: Bench, num_rows: int, context: int, first_uid: int) -> list[int]:
-    """Rows that decode from about `context` tokens on."""
+def start(bench: Bench, num_rows: int, context: int, first_uid: int, sampling: dict[str, Any]) -> list[int]:
+    """Rows that decode from about `context` tokens on; `sampling` are values of EngineSampling."""
     uids = list(range(first_uid, first_uid + num_rows))
     requests = [
         NewRequest(
             uid,
             np.random.randint(0, 10_000, context, dtype=np.int32).tobytes(),
-            EngineSampling(max_tokens=1000, temperature=0.6, seed=uid),
+            EngineSampling(**({"max_tokens": 1000, "temperature": 0.6, "seed": uid} | sampling)),
         )
         for uid in uids
     ]
@@ -95,6 +97,7 @@ def main() -> None:
     parser.add_argument("--no-table", action="store_true")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--no-pynccl", action="store_true")
+    parser.add_argument("--sampling", type=json.loads, default={}, help="more values of EngineSampling, as JSON")
     parser.add_argument("--timeout-s", type=float, default=300)
     given = parser.parse_args()
     faulthandler.dump_traceback_later(given.timeout_s, exit=True)
@@ -103,7 +106,7 @@ def main() -> None:
     with Bench(config) as bench:
         uid = 1 << 20
         for num_rows in BATCHES:
-            uids = start(bench, num_rows, given.context, uid)
+            uids = start(bench, num_rows, given.context, uid, given.sampling)
             uid += num_rows
             took = step_ms(bench, 50)
             floor = floor_ms(given.model, num_rows, given.context + 45) / given.tp
@@ -113,6 +116,7 @@ def main() -> None:
                 "batch": num_rows,
                 "context": given.context + 45,
                 "step_ms": round(took, 3),
+                **given.sampling,
             }
             print(json.dumps(line | {"floor_ms": round(floor, 3), "of_floor": round(took / floor, 2)}), flush=True)
             if num_rows == BATCHES[-1] and not given.no_table:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from minisgl_kernels.adjust_logits import AdjustedRows, adjust_logits
 from minisgl_kernels.sample_filtered import sample_filtered
 from minisgl_kernels.sample_gumbel import sample_gumbel
 from tests.bench.timing import line, median_us, num_copies
@@ -49,6 +50,26 @@ def sampling_lines() -> Iterator[Line]:
                 rows = random_rows(num_rows, DEVICE, **per_slot)
                 us = median_us([partial(sample_filtered, x, rows) for x in inputs])
                 yield line("sample_filtered", num_bytes, us, **shape, top_k=top_k, top_p=top_p)
+
+
+def adjustment_lines() -> Iterator[Line]:
+    """All rows have all penalties and ten rules; the floor is that of reading logits and writing float32."""
+    for num_rows, kv_len in ((1, 600), (64, 600), (256, 600), (256, 8000)):
+        rows = random_rows(num_rows, DEVICE)
+        slots = num_rows + 3
+        adjusted = AdjustedRows(
+            rows.slots,
+            torch.full_like(rows.kv_lens, kv_len),
+            torch.full_like(rows.num_prompt, kv_len // 2),
+            torch.randint(0, VOCAB, (slots, kv_len + 1), dtype=torch.int32, device=DEVICE),
+            *torch.full((3, slots), 1.1, device=DEVICE),
+            torch.full((slots,), 10, dtype=torch.int32, device=DEVICE),
+            torch.tensor([5, 0, 1 << 30, 1], dtype=torch.int32, device=DEVICE).repeat(slots, 2048, 1),
+        )
+        num_bytes = num_rows * VOCAB * (2 + 4)
+        inputs = [torch.randn(num_rows, VOCAB, device=DEVICE).bfloat16() for _ in range(num_copies(num_bytes))]
+        us = median_us([partial(adjust_logits, x, adjusted) for x in inputs])
+        yield line("adjust_logits", num_bytes, us, rows=num_rows, tokens=kv_len)
 
 
 def attention_lines() -> Iterator[Line]:
@@ -86,7 +107,7 @@ def make_case(num_heads: int, page_size: int, kv_lens: list[int], q_lens: list[i
 
 
 def main() -> None:
-    for result in chain(sampling_lines(), attention_lines()):
+    for result in chain(sampling_lines(), adjustment_lines(), attention_lines()):
         print(json.dumps(result), flush=True)
 
 

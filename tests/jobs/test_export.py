@@ -16,7 +16,7 @@ import pytest
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_jobs.export import EXPORT_FORMATS, export_rows
 from minisgl_jobs.model import RowError, RowResult
-from minisgl_jobs.results import result_schema, results_to_table
+from minisgl_jobs.results import result_schema, results_to_table, table_to_results
 
 RESULTS = [
     RowResult(
@@ -81,6 +81,16 @@ def test_openai_chat() -> None:
     assert two["response"]["body"]["usage"]["total_tokens"] == 7
     assert (failed["response"], failed["error"]) == (None, {"code": "worker_lost", "message": "why"})
     assert len({line["id"] for line in (one, two, failed)}) == 3
+
+
+def test_openai_reasoning() -> None:
+    result = RowResult(0, text="42", reasoning_text="hm", raw_text="<think>hm</think>42")
+    table = results_to_table([result], {"reasoning_text", "raw_text"})
+    body = json.loads(export("openai", table)[1])["response"]["body"]
+    message = body["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "42", "reasoning_content": "hm"}
+    (kept,) = table_to_results(table)
+    assert (kept.text, kept.reasoning_text, kept.raw_text) == ("42", "hm", result.raw_text)
 
 
 def test_openai_text() -> None:

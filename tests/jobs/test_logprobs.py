@@ -83,8 +83,9 @@ def test_values_in_the_column_and_in_parquet() -> None:
     pq.write_table(table, file)
     for read in (table, pq.read_table(file)):
         for name in ("logprobs", "prompt_logprobs"):
-            want = [None if (found := getattr(result, name)) is None else entries(found) for result in results]
-            assert read[name].to_pylist() == want
+            found = [getattr(result, name) for result in results]
+            assert read[name].to_pylist() == [None if x is None else entries(x) for x in found]
+            assert read[name].to_pylist() == [None if x is None else x.as_list() for x in found]
 
 
 def test_results_come_back_from_a_table_and_a_spool() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minisgl_batch.reasoning import Reasoning
 from minisgl_jobs.model import RowResult
 from minisgl_jobs.row_texts import RowFinished, RowStarted, RowText, RowTexts
 from minisgl_jobs.streams import RowDelta, RowEnd
@@ -27,6 +28,23 @@ def test_repeated_and_overlapping_messages_add_nothing() -> None:
     assert texts.apply(RowDelta(1, 0, 7, 5, "", end)) == []
     assert list(texts.finish(RowResult(1, text="abcde"))) == []
     assert texts.missing() == [range(1), range(2, 4)]
+
+
+def test_marks_around_the_reasoning_are_counted_and_not_shown() -> None:
+    texts = RowTexts(2)
+    found = Reasoning(7, 9, 17)
+    assert texts.apply(RowDelta(0, 0, 7, 0, "<think>h", reasoning=Reasoning(7, 8, 8))) == [
+        RowStarted(0, 0),
+        RowText(0, 0, 7, "h", True),
+    ]
+    assert texts.apply(RowDelta(0, 0, 7, 7, "hm</think>4", reasoning=found)) == [
+        RowText(0, 0, 8, "m", True),
+        RowText(0, 0, 17, "4"),
+    ]
+    result = RowResult(0, text="42", reasoning_text="hm", raw_text="<think>hm</think>42")
+    assert next(texts.finish(result)) == RowText(0, 0, 18, "2")
+    late = RowResult(1, text="42", reasoning_text="hm", raw_text="hm</think>42")
+    assert list(texts.finish(late))[1:3] == [RowText(1, 0, 0, "hm", True), RowText(1, 0, 10, "42")]
 
 
 def test_a_row_with_several_samples_is_missing_until_all_have_ended() -> None:

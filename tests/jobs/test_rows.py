@@ -99,7 +99,7 @@ def test_api_fields_that_change_nothing_are_passed_over() -> None:
         "stream": False,
         "length_penalty": 1.0,
         "logprobs": None,
-        "tools": [],
+        "tool_choice": "none",
         "response_format": {"type": "text"},
         "best_of": 1,
         "guided_json": None,
@@ -107,6 +107,18 @@ def test_api_fields_that_change_nothing_are_passed_over() -> None:
     }
     (row,) = read({"prompt": "a", **neutral})
     assert row == Row(row_index=0, prompt="a")
+
+
+def test_what_a_chat_template_gets() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = {"tools": tools, "tool_choice": "auto", "chat_template_kwargs": {"enable_thinking": False}}
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    rows = read(*({"messages": user("a"), **fields} for fields in (chat, going_on, {"tools": []})))
+    assert [row.params for row in rows] == [
+        SamplingParams(tools=tuple(tools), chat_template_kwargs={"enable_thinking": False}),
+        SamplingParams(continue_final_message=True),
+        SamplingParams(tools=()),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,51 @@ def test_stop_token_ends_a_row(llm: LLM) -> None:
     assert output.outputs[0].stop_reason == token_ids[1]
 
 
+def test_a_cut_prompt_is_told_as_it_was_read(llm: LLM) -> None:
+    ids = llm.tokenizer.encode_chat(MESSAGES).tolist()
+    params = SamplingParams(truncate="left", max_tokens=4)
+    prompts = [[5] * llm.max_seq_len + ids, ids]
+    cut, whole = llm.generate(prompts, params, progress=False)
+    assert cut.prompt_token_ids == prompts[0][-(llm.max_seq_len - 4) :]
+    assert whole.prompt_token_ids == ids
+
+
+def test_an_answer_that_goes_on(llm: LLM) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "4"}]
+    (output,) = llm.chat(begun, progress=False, continue_final_message=True)
+    assert output.outputs[0].text == "2"
+    with pytest.raises(RequestError, match="prompt 0: continue_final_message: the last message must be"):
+        llm.chat(MESSAGES, SamplingParams(continue_final_message=True), progress=False)
+    with pytest.raises(RequestError, match="prompt 1: tools: only messages are rendered"):
+        llm.generate([MESSAGES, QUESTION], SamplingParams(tools=({"name": "f"},)), progress=False)
+
+
+def test_reasoning_that_the_prompt_opens(llm: LLM) -> None:
+    params = SamplingParams(split_reasoning=True, max_tokens=5, ignore_eos=True)
+    prompts = ["17 + 25 = <think>\n", "17 + 25 ="]
+    thinking, plain = (output.outputs[0] for output in llm.generate(prompts, params, progress=False))
+    assert thinking.raw_text is not None
+    assert thinking.reasoning_text == thinking.raw_text.strip() != ""
+    assert thinking.text == ""
+    assert (plain.reasoning_text, plain.raw_text) == ("", plain.text)
+    streamed = {0: "", 1: ""}
+    for event in llm.stream(prompts, params):
+        assert event.prompt_index == 0 or not event.reasoning_text
+        streamed[event.prompt_index] += event.reasoning_text + event.text
+    assert streamed == {0: thinking.reasoning_text, 1: plain.text}
+
+
+def test_long_tails_are_cut(llm: LLM) -> None:
+    two = llm.get_tokenizer().convert_tokens_to_ids("2")
+    endless = {"logit_bias": {two: 100.0}, "max_tokens": 1000}
+    guarded = SamplingParams(**endless, repetition_guard=16)
+    late = SamplingParams(**endless, row_timeout=0.001)
+    outputs = [output.outputs[0] for output in llm.generate([QUESTION] * 2, [guarded, late], progress=False)]
+    assert [output.finish_reason for output in outputs] == ["repetition", "timeout"]
+    assert outputs[0].text == "2" * 16
+    assert set(outputs[1].text) == {"2"}
+
+
 def test_what_changes_logits(llm: LLM) -> None:
     """42 is what the model says, as "4" and "2"."""
 

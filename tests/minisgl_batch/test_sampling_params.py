@@ -22,6 +22,12 @@ def reals(low: float, high: float) -> st.SearchStrategy[float]:
 
 
 STRINGS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=4)
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | reals(-9, 9) | STRINGS
+OBJECTS = st.dictionaries(
+    STRINGS.filter(lambda name: len(name) < 4),  # no argument of the renderer's own is so short
+    st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(STRINGS, inner, max_size=3)),
+    max_size=3,
+)
 GOOD: dict[str, st.SearchStrategy[Any]] = {
     "n": st.integers(1, 1024),
     "temperature": reals(0, 100) | st.integers(0, 100),
@@ -42,6 +48,14 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "bad_words": STRINGS | st.lists(STRINGS, max_size=3),
     "logprobs": st.integers(0, 20),
     "prompt_logprobs": st.integers(0, 20),
+    "truncate": st.sampled_from(["error", "left", "right"]),
+    "tools": st.lists(OBJECTS, max_size=3),
+    "chat_template_kwargs": OBJECTS,
+    "continue_final_message": st.booleans(),
+    "row_timeout": reals(0.001, 1e6) | st.integers(1, 10**9),
+    "repetition_guard": st.integers(16, 1 << 24),
+    "split_reasoning": st.booleans(),
+    "stop_in_reasoning": st.booleans(),
 }
 PARAMS = st.fixed_dictionaries({}, optional=GOOD)
 ANYTHING = st.recursive(
@@ -113,6 +127,12 @@ def test_anything_else_is_refused_by_the_fields_name(field: str, value: Any) -> 
         ("logprobs", [-1, 21, True, 1.5]),
         ("prompt_logprobs", [-1, 21, "1"]),
         ("min_tokens", [-1, 1.5, True, 1 << 25]),
+        ("truncate", ["middle", True, ["left"]]),
+        ("tools", ["x", {}, ["x"], [{"x": math.nan}], [{"x": 1 << 64}], [{1: 2}], [{"x": "\ud800"}], [{"x": {1, 2}}]]),
+        ("chat_template_kwargs", ["x", [], {"tools": []}, {"tokenize": True}, {"x": 1 << 64}, {1: 2}, {"x": (1,)}]),
+        ("row_timeout", [0, -1, math.inf, "5", True]),
+        ("repetition_guard", [0, 15, 16.0, True]),
+        ("continue_final_message", [1, "yes"]),
         ("bad_words", [5, [5], [""], "", ["\ud800"], ["a"] * 2049]),
     ],
 )

@@ -31,6 +31,7 @@ from minisgl_batch.messages import (
     StepOutput,
 )
 from minisgl_batch.tokenizer import (
+    ChatOptions,
     LogprobCollector,
     ModelTokenizer,
     OutputEvents,
@@ -201,7 +202,8 @@ class Frontend:
     def _prepare(self, work: ChunkWork, rows: list[Row]) -> list[NewRequest]:
         """The requests of rows that are to run; those that can't be run fail."""
         spec, requests = work.lease.spec, list[NewRequest]()
-        encoded = self._tokenizer.encode_inputs([row.input for row in rows], system=spec.system)
+        options = [ChatOptions.of(row.params, spec.params) for row in rows]
+        encoded = self._tokenizer.encode_inputs([row.input for row in rows], system=spec.system, options=options)
         started_at = time.time()
         for row, ids in zip(rows, encoded, strict=True):
             try:
@@ -224,7 +226,13 @@ class Frontend:
             for sample_index in work.missing_samples(row):
                 request = messages[sample_index]
                 logprobs = LogprobCollector.of(request)
-                self._outputs.add(request.uid, prompt_tokens=len(ids), stops=resolved.stops, logprobs=logprobs)
+                self._outputs.add(
+                    request.uid,
+                    prompt_tokens=len(resolved.prompt_ids),
+                    stops=resolved.stops,
+                    reasoning=resolved.reasoning,
+                    logprobs=logprobs,
+                )
                 self._running[request.uid] = RunningSample(
                     request.uid, work, row, sample_index, request.sampling.seed, started_at
                 )

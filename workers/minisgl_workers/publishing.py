@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from minisgl_batch.messages import NewRequest
+from minisgl_batch.reasoning import Reasoning
 from minisgl_batch.tokenizer import OutputProcessor, TextDelta
 from minisgl_jobs.model import Row
 from minisgl_jobs.streams import RowDelta, RowEnd, TokenPublisher
@@ -46,7 +47,7 @@ class Publishing:
     def delta(self, sample: RunningSample, delta: TextDelta, outputs: OutputProcessor) -> None:
         """New text of a followed sample; one whose readers have left is followed no more."""
         if self._publisher.is_watched(sample.work.job_id):
-            self._publisher.add(sample.work.job_id, _delta(sample, delta.offset, delta.text))
+            self._publisher.add(sample.work.job_id, _delta(sample, delta.offset, delta.text, delta.reasoning))
         else:
             outputs.unwatch(sample.uid)
 
@@ -58,14 +59,14 @@ class Publishing:
                 end = RowEnd(
                     status=result.status,
                     finish_reason=result.finish_reason,
-                    num_chars=len(result.text),
+                    num_chars=len(result.whole_text),
                     num_samples=work.num_samples(result.row_index),
                     prompt_tokens=result.prompt_tokens,
                     completion_tokens=result.completion_tokens,
                     error=result.error,
                     custom_id=result.custom_id,
                 )
-                delta = RowDelta(*key, work.lease.attempt, len(result.text), "", end)
+                delta = RowDelta(*key, work.lease.attempt, len(result.whole_text), "", end)
                 self._publisher.add(work.job_id, delta)
 
     def tick(self, works: Iterable[ChunkWork], running: Mapping[int, RunningSample], outputs: OutputProcessor) -> None:
@@ -74,9 +75,11 @@ class Publishing:
         if new_readers:
             for uid, sample in running.items():
                 if sample.work.job_id in new_readers:
-                    self._publisher.add(sample.work.job_id, _delta(sample, 0, outputs.watch(uid) or ""))
+                    text = outputs.watch(uid) or ""
+                    self._publisher.add(sample.work.job_id, _delta(sample, 0, text, outputs.reasoning(uid)))
         self._publisher.flush()
 
 
-def _delta(sample: RunningSample, offset: int, text: str) -> RowDelta:
-    return RowDelta(sample.row.row_index, sample.sample_index, sample.work.lease.attempt, offset, text)
+def _delta(sample: RunningSample, offset: int, text: str, reasoning: Reasoning | None = None) -> RowDelta:
+    key = (sample.row.row_index, sample.sample_index)
+    return RowDelta(*key, sample.work.lease.attempt, offset, text, reasoning=reasoning)

@@ -137,6 +137,8 @@ class ChunkWork:
                 finished_at=time.time(),
                 ttft_ms=None if first is None else (first - started_at) * 1000,
                 metadata=row.metadata,
+                reasoning_text=sample.reasoning_text,
+                raw_text=sample.raw_text,
             )
         )
 

@@ -54,6 +54,9 @@ def test_tokens_are_those_of_a_worker(
     assert rows_by_length == expected
     assert sum(rows_by_length.values()) == 4
 
+    cut = json.loads(run_cli(*arguments, "--truncate", "left", "--json", code=1).stdout)
+    assert (cut["num_refused"], cut["longest_prompt_tokens"]) == (0, tokenizer.max_len - 5)
+
     assert list(client.scan_iter()) == []
     assert os.listdir(tmp_path) == ["in.jsonl"]
 

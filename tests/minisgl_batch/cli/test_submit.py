@@ -83,7 +83,10 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
     options = "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --n 2 --stop x --stop y --ignore-eos"
     options += " --stop-token-ids 4,5 --include-stop-str-in-output --min-tokens 2 --bad-words x --bad-words y"
     options += " --presence-penalty 1 --frequency-penalty -0.5 --repetition-penalty 1.1 --logit-bias 7:-100,5:2.5"
-    options += " --logprobs 2 --prompt-logprobs 0"
+    options += " --logprobs 2 --prompt-logprobs 0 --truncate left"
+    (tmp_path / "tools.json").write_text('[{"name": "f"}]')
+    options += f' --tools {tmp_path}/tools.json --chat-template-kwargs {{"a":1}} --continue-final-message'
+    options += " --split-reasoning --stop-in-reasoning --row-timeout 60 --repetition-guard 64"
     options += " --seed 9 --limit 2 --priority high --chunk-rows 1 --token-ids --no-chat --on-error record"
     template = ["--template", "Say {text}."]
     job_id = run_cli("submit", source, "--model", MODEL, *options.split(), *template).stdout.strip()
@@ -107,6 +110,14 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
         logit_bias={5: 2.5, 7: -100.0},
         logprobs=2,
         prompt_logprobs=0,
+        truncate="left",
+        tools=({"name": "f"},),
+        chat_template_kwargs={"a": 1},
+        continue_final_message=True,
+        split_reasoning=True,
+        stop_in_reasoning=True,
+        row_timeout=60.0,
+        repetition_guard=64,
     )
     assert (spec.params, spec.seed, spec.num_rows, spec.chunk_rows) == (params, 9, 2, 1)  # type: ignore[attr-defined]
     assert (spec.priority, spec.token_ids) == (Priority.HIGH, True)  # type: ignore[attr-defined]

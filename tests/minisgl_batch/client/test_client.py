@@ -62,6 +62,8 @@ def test_sampling_as_params_and_as_fields(submit: Callable[..., JobHandle], api:
     assert job.status().spec.params == SamplingParams(temperature=0.5, max_tokens=2)
     with pytest.raises(InvalidParameterError, match=r"^max_token: is neither"):
         submit(["a"], max_token=2)
+    with pytest.raises(InvalidParameterError, match=r"^best_of: isn't supported: use n with logprobs"):
+        submit(["a"], best_of=2)
     with pytest.raises(InvalidParameterError, match=r"^max_tokens: "):
         submit(["a"], max_tokens=0)
     assert len(api.jobs()) == 1

@@ -192,6 +192,31 @@ def test_a_word_begun_by_the_prompt_may_go_on(model: tuple[Any, Path]) -> None:
     assert Served(folder).run([prompt], bad_words=((prompt[-1], plain[0]),))[0][0] == plain[0]
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4}], ids=str)
+def test_samples_follow_the_changed_distribution(model: tuple[Any, Path], filters: dict[str, Any]) -> None:
+    """By chi-square over many draws of one token."""
+    reference, folder = model
+    prompt, num_draws = random_prompt(9), 1500
+    adjustments = {"logit_bias": ((3, 2.0), (4, 1.5), (5, -9.0)), "repetition_penalty": 1.5, "bad_words": ((6,),)}
+    _, (scores, *_) = expected(reference, prompt, max_tokens=1, **adjustments)
+    if filters:
+        scores = scores.masked_fill(scores < scores.topk(4).values[-1], -torch.inf)
+    served = Served(folder)
+    for seed in range(num_draws):
+        served.add([prompt], max_tokens=1, temperature=0.8, seed=seed, **filters, **adjustments)
+    while served.is_busy:
+        served.tick()
+    seen = torch.bincount(torch.tensor([ids[0] for ids in served.outputs.values()]), minlength=VOCAB)
+    want = (scores / 0.8).softmax(-1) * num_draws
+    assert not seen[want == 0].any()
+    common = want >= 5
+    seen, want = (torch.cat([x[common], x[~common].sum().unsqueeze(0)]) for x in (seen, want))
+    chi_square = ((seen - want) ** 2 / want.clamp(min=1e-9))[want > 1].sum()
+    # Mean + 10 standard deviations of what it is when all is right: less than one failure in 100,000 runs.
+    degrees = int((want > 1).sum()) - 1
+    assert chi_square < degrees + 10 * (2 * degrees) ** 0.5
+
+
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "top_k": 30}], ids=str)
 def test_samples_do_not_depend_on_their_batch(model: tuple[Any, Path], filters: dict[str, Any]) -> None:
     _, folder = model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,40 @@ def test_sampled_rows_repeat(model: Path) -> None:
     assert agreeing_tokens(first, second) > 0.95
     filtered = served(model).run(prompts, **(sampling | {"top_k": 1}))
     assert filtered == served(model).run(prompts, max_tokens=20)
+
+
+def test_adjusted_rows_in_graphs_and_in_steps_of_any_kind(model: Path) -> None:
+    prompts = prompts_with_stems(60)
+    sampling = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "bad_words": ((7,), (8, 9)), "max_tokens": 30}
+    plain = served(model, overlap=False, cuda_graph_max_bs=0, cache="naive").run(prompts, **sampling)
+    for options in ({}, {"mixed": True}, {"num_pages": 130, "max_seq_len": 1024}):
+        outputs = served(model, **options).run(prompts, **sampling)
+        assert agreeing_tokens(plain, outputs) > 0.4
+        assert not any(7 in ids or (8, 9) in pairwise(ids) for ids in outputs)
+    forced = served(model).run(prompts, logit_bias=((17, 100.0), (18, 80.0)), frequency_penalty=40.0, max_tokens=4)
+    assert forced == [[17, 18] * 2] * len(prompts)
+    held_back = served(model).run(prompts, logit_bias=((17, 100.0),), stop_ids=(17,), min_tokens=5, max_tokens=20)
+    assert all(17 not in ids[:5] and ids[5:] == [17] for ids in held_back)
+
+
+def test_scores_of_greedy_rows(model: Path) -> None:
+    """In graphs and out of them: a greedy token is its place's most probable one."""
+    prompts = prompts_with_stems(40)
+    scored = []
+    for options in ({}, {"overlap": False, "cuda_graph_max_bs": 0}, {"mixed": True, "max_prefill_tokens": 512}):
+        engine = served(model, **options)
+        outputs = engine.run(prompts, max_tokens=20, num_logprobs=3, num_prompt_logprobs=2)
+        for uid, output in enumerate(outputs):
+            found = engine.scores[uid].output(output)
+            assert found is not None
+            assert (found.ranks == 1).all()
+            assert (found.logprobs == found.top_logprobs[:, 0]).all()
+            assert (found.top_logprobs < 0).all()
+        scored.append([engine.scores[uid].prompt() for uid in range(len(prompts))])
+    for first, *others in zip(*scored, strict=True):
+        for other in others:
+            assert len(first.logprobs) == len(other.logprobs)
+            assert abs(first.logprobs - other.logprobs).max(initial=0.0) < 0.2  # bfloat16
 
 
 def test_demo_answers_as_on_a_cpu() -> None:

@@ -25,7 +25,7 @@ def test_rotation_is_complex_multiplication() -> None:
     x = torch.randn(6, 3, 10)
     angles = positions[:, None, None] * 100.0 ** -(torch.arange(5) / 5)
     turned = torch.complex(x[..., :5], x[..., 5:]) * torch.polar(torch.ones_like(angles), angles)
-    got = rotate(x, rotary(positions))
+    got = rotate(x, rotary(positions).rope)
     torch.testing.assert_close(got, torch.cat((turned.real, turned.imag), -1), atol=1e-5, rtol=1e-5)
 
 
@@ -102,4 +102,4 @@ def test_without_scaling_down_attention_is_left_alone() -> None:
 def test_bfloat16_rows_are_rounded_from_float32() -> None:
     wide, rounded = (RotaryEmbedding(RopeConfig(), 8, 100, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     positions = torch.tensor([99, 3, 99], dtype=torch.int32)
-    assert torch.equal(rounded(positions), wide.table[[99, 3, 99]].bfloat16())
+    assert torch.equal(rounded(positions).rope, wide.table[[99, 3, 99]].bfloat16())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from minisgl_batch.models.config import SUPPORTED_ARCHITECTURES
+from minisgl_batch.models.families import SUPPORTED_ARCHITECTURES
 from tests.minisgl_batch.engine import test_parity
 from tests.minisgl_batch.models import test_dense, test_long_context, test_tensor_parallel
 from tests.minisgl_batch.models.hf import FAMILIES
@@ -19,6 +19,7 @@ MODELS = {
     "Gemma3ForCausalLM": "Gemma 3 that reads text alone",
     "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and 3.3",
     "MinistralForCausalLM": "Ministral 8B",
+    "Ministral3ForCausalLM": "Ministral 3 that reads text alone",
     "MistralForCausalLM": "Mistral 7B, Nemo, Small and Large",
     "MixtralForCausalLM": "Mixtral",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",

@@ -13,7 +13,8 @@ import pytest
 
 from minisgl_batch.errors import InvalidParameterError, ModelError
 from minisgl_batch.layers.rope_config import RopeConfig
-from minisgl_batch.models.config import SUPPORTED_ARCHITECTURES, ModelConfig, load_model_config
+from minisgl_batch.models.config import ModelConfig, load_model_config
+from minisgl_batch.models.families import SUPPORTED_ARCHITECTURES
 from minisgl_batch.models.registry import model_class
 from tests.minisgl_batch.models.hf import FAMILIES, random_model, save
 
@@ -72,7 +73,18 @@ def test_defaults_equal_those_of_transformers_config_classes(family: str, tmp_pa
     assert ours.rms_norm_eps == reference.rms_norm_eps
     assert ours.max_position_embeddings == reference.max_position_embeddings
     assert ours.tie_word_embeddings == reference.tie_word_embeddings
-    if family in ("llama", "ministral", "mistral", "phi3"):  # older Qwen configs keep a window that they don't use
+    if family == "ministral3":
+        theirs = reference.rope_parameters
+        assert (ours.rope.type, ours.rope.theta) == (theirs["rope_type"], theirs["rope_theta"])
+        assert (ours.rope.factor, ours.rope.query_growth) == (theirs["factor"], theirs["llama_4_scaling_beta"])
+        assert ours.rope.original_context_len == theirs["original_max_position_embeddings"]
+    if family in (
+        "llama",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "phi3",
+    ):  # older Qwen configs keep a window that they don't use
         assert ours.sliding_window[0] == getattr(reference, "sliding_window", None)
 
 
@@ -276,6 +288,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "gemma's scalar": (GEMMA | {"query_pre_attn_scalar": 0}, r"query_pre_attn_scalar: must be greater than 0"),
     "gemma's local theta": (GEMMA | {"rope_local_base_freq": 1}, r"rope_local_base_freq: must be greater than 1"),
     "gemma without a window": (GEMMA | {"sliding_window": None}, r"layer_types: names sliding_attention, but"),
+    "scaled queries": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2, "llama_4_scaling_beta": 0.1}},
+        r"rope_parameters\.llama_4_scaling_beta: scaling queries by position isn't supported",
+    ),
     "text for a number": ({"hidden_size": "64"}, r"hidden_size: must be a whole number.*'64'"),
     "text for a flag": ({"tie_word_embeddings": "no"}, r"tie_word_embeddings: must be true or false"),
     "list for rope": ({"rope_scaling": [1]}, r"rope_scaling: must be an object"),

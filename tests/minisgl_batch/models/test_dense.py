@@ -59,6 +59,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral",
         {"num_hidden_layers": 2, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
     ),
+    "ministral3, scaled queries": ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.6}}),
+    "ministral3, window": ("ministral3", {"sliding_window": 6}),
     "mistral, window": ("mistral", {"sliding_window": 7}),
     "mistral, no window": ("mistral", {"sliding_window": None, "head_dim": 14}),
     "phi3": ("phi3", {}),

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("qwen3", {"rope_scaling": YARN}),
     "yarn with attention_factor": ("qwen2", {"rope_scaling": YARN | {"attention_factor": 0.7}}),
     "yarn with mscale": ("mistral", {"rope_scaling": YARN | {"mscale": 1.3, "mscale_all_dim": 0.6}}),
+    "yarn with scaled queries": ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.6}}),
     "longrope": ("phi3", LONGROPE),
     "longrope with attention_factor": (
         "phi3",

@@ -10,12 +10,13 @@ import pytest
 from safetensors.torch import save_file
 from torch import zeros
 
-from minisgl_batch import LLM
+from minisgl_batch import LLM, hub
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.errors import ModelError
 from minisgl_batch.hub import model_path
 from minisgl_batch.models.checkpoint import Checkpoint
-from minisgl_batch.models.config import SUPPORTED_ARCHITECTURES, load_model_config
+from minisgl_batch.models.config import load_model_config
+from minisgl_batch.models.families import SUPPORTED_ARCHITECTURES
 from minisgl_workers.group import run_worker
 from minisgl_workers.options import WorkerOptions
 
@@ -103,3 +104,19 @@ def test_refusals_come_before_anything_is_loaded(tmp_path: Path) -> None:
     options = WorkerOptions(engine=EngineConfig(model=str(folder)), redis_url="redis://127.0.0.1:1")
     with pytest.raises(ModelError, match="vision_config"):
         run_worker(options, lambda _: None)
+
+
+def test_weights_of_what_is_refused_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, asked = write(tmp_path, "config.json", BY_KEY["AWQ"][0]), []
+
+    def download(model: str, patterns: list[str]) -> Path:
+        asked.append((model, "*.safetensors" in patterns))
+        return folder
+
+    monkeypatch.setattr(hub, "_download", download)
+    with pytest.raises(ModelError, match="quantization_config"):
+        LLM("someone/model-awq")
+    options = WorkerOptions(engine=EngineConfig(model="someone/model-awq"), redis_url="redis://127.0.0.1:1")
+    with pytest.raises(ModelError, match="quantization_config"):
+        run_worker(options, lambda _: None)
+    assert asked == [("someone/model-awq", False)] * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl_batch.models.config import SUPPORTED_ARCHITECTURES
+from minisgl_batch.models.families import SUPPORTED_ARCHITECTURES
 from tests.minisgl_batch.models.table import DOCUMENT, MODELS, family_of, has_plain_case, in_document, is_split, table
 
 

@@ -30,6 +30,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "merged in the checkpoint, a part of each head rotated": ("phi3", {"partial_rotary_factor": 0.75}),
     "a window": ("ministral", {"sliding_window": 5}),
+    "scaled queries": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.6,
+            }
+        },
+    ),
     "a rank without tokens": ("llama", {"vocab_size": 9}),
     "experts": ("qwen3_moe", {"moe_intermediate_size": 12, "mlp_only_layers": [0], "norm_topk_prob": True}),
     "a shared expert": ("qwen2_moe", {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}),

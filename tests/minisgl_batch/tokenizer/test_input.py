@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +127,43 @@ def test_prompt_without_room_for_output(tokenizer: ModelTokenizer, num_tokens: i
     assert caught.value.error_type == "prompt_too_long"
     assert f"{num_tokens} tokens" in str(caught.value)
     assert "100" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("truncate", "num_tokens", "kept"),
+    [
+        ("left", 80, range(80)),
+        ("left", 81, range(1, 81)),
+        ("right", 81, range(80)),
+        ("left", 400, range(320, 400)),
+        ("right", 400, range(80)),
+    ],
+)
+def test_a_cut_prompt_leaves_room_for_all_of_max_tokens(
+    tokenizer: ModelTokenizer, truncate: Any, num_tokens: int, kept: range
+) -> None:
+    request = resolve(tokenizer, SamplingParams(truncate=truncate, max_tokens=20), num_tokens=num_tokens)
+    assert request.prompt_ids.tolist() == list(kept)
+    assert request.samples[0].max_tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        (SamplingParams(truncate="left"), "400 tokens and the context 100: truncate needs max_tokens"),
+        (SamplingParams(truncate="right", max_tokens=100), "of which max_tokens takes 100: nothing is left"),
+        (SamplingParams(truncate="error", max_tokens=5), "400 tokens and the context 100, which leaves no room"),
+    ],
+)
+def test_a_prompt_that_cannot_be_cut(tokenizer: ModelTokenizer, params: SamplingParams, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem) as caught:
+        resolve(tokenizer, params, num_tokens=400)
+    assert caught.value.error_type == "prompt_too_long"
+
+
+def test_truncate_without_max_tokens_leaves_prompts_that_fit(tokenizer: ModelTokenizer) -> None:
+    request = resolve(tokenizer, SamplingParams(truncate="left"), num_tokens=99)
+    assert (len(request.prompt_ids), request.samples[0].max_tokens) == (99, 1)
 
 
 def test_empty_prompt(tokenizer: ModelTokenizer) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from minisgl_batch.messages import (
     StepOutput,
 )
 from minisgl_batch.tokenizer.detokenizer import make_detokenizer
-from minisgl_batch.tokenizer.input import StopRules
+from minisgl_batch.tokenizer.input import ReasoningRules, StopRules
 from minisgl_batch.tokenizer.output import OutputEvents, OutputProcessor, SampleOutput
 
 EOS = 2
@@ -44,12 +46,18 @@ def step(*rows: tuple[int, int, int], first: dict[int, int] | None = None) -> St
 class Row:
     """One request: what a reader was shown, what came out."""
 
-    def __init__(self, processor: OutputProcessor, stops: StopRules | None = None, uid: int = 7) -> None:
+    def __init__(
+        self,
+        processor: OutputProcessor,
+        stops: StopRules | None = None,
+        uid: int = 7,
+        reasoning: ReasoningRules | None = None,
+    ) -> None:
         self.processor, self.uid = processor, uid
         self.shown = ""
         self.aborts: list[int] = []
         self.result: SampleOutput | None = None
-        processor.add(uid, prompt_tokens=3, stops=stops or StopRules())
+        processor.add(uid, prompt_tokens=3, stops=stops or StopRules(), reasoning=reasoning)
 
     def watch(self) -> None:
         snapshot = self.processor.watch(self.uid)
@@ -143,6 +151,99 @@ def test_stop_strings_wait_for_min_tokens(
     row.feed(ids, FINISH_LENGTH)
     assert row.end().text == text
     assert row.end().finish_reason == ("length" if min_tokens == 9 else "stop")
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_row_ends_at_its_first_token_behind_its_time(
+    processor: OutputProcessor, tokenizer: Tokenizer, watched: bool
+) -> None:
+    ids = tokenizer.encode("a dog and a cat").ids
+    row = Row(processor, StopRules(timeout_s=5.0))
+    if watched:
+        row.watch()
+    for now_s, token in zip((100.0, 102.0, 104.99, 105.0), ids, strict=False):
+        assert row.result is None
+        first = {row.uid: 0} if now_s == 100.0 else {}
+        row.take(processor.process(step((row.uid, token, NOT_FINISHED), first=first), now_s))
+    assert (row.end().finish_reason, row.end().stop_reason, row.aborts) == ("timeout", None, [row.uid])
+    assert row.end().text == tokenizer.decode(ids[:4])
+    assert row.end().token_ids == ids[:4]
+
+
+def test_what_the_engine_says_goes_before_time(processor: OutputProcessor) -> None:
+    row = Row(processor, StopRules(timeout_s=5.0))
+    row.take(processor.process(step((row.uid, 40, NOT_FINISHED), first={row.uid: 0}), 0.0))
+    row.take(processor.process(step((row.uid, 41, FINISH_LENGTH)), 9.0))
+    assert (row.end().finish_reason, row.aborts) == ("length", [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 9])
+def test_a_piece_that_repeats_ends_the_row(processor: OutputProcessor, size: int) -> None:
+    """The guard looks at 32 tokens, every 4 tokens, for pieces of up to 8."""
+    begin, piece = random.sample(range(10, 60), 6), random.sample(range(60, 100), size)
+    row = Row(processor, StopRules(repetition_guard=32))
+    ids = begin + piece * (100 // size)
+    row.feed(ids, FINISH_LENGTH)
+    result = row.end()
+    if size == 9:
+        assert (result.finish_reason, result.token_ids) == ("length", ids)
+        return
+    assert (result.finish_reason, row.aborts) == ("repetition", [row.uid])
+    assert result.token_ids == ids[:40]  # the first multiple of 4 that is at least 6 + 32
+
+
+@given(st.lists(st.integers(0, 2), min_size=16, max_size=60))
+def test_repetition_is_what_it_says(ids: list[int]) -> None:
+    guard = 16
+    processor = OutputProcessor(cast(Any, SimpleNamespace(decode_full=str)))
+    row = Row(processor, StopRules(repetition_guard=guard))
+    row.feed(ids, FINISH_LENGTH)
+
+    def repeats(end: int) -> bool:
+        tail = ids[end - guard : end]
+        return any(all(tail[i] == tail[i % size] for i in range(guard)) for size in range(1, guard // 4 + 1))
+
+    # The last token's end is the engine's own.
+    end = next((end for end in range(guard, len(ids), guard // 8) if repeats(end)), None)
+    assert row.end().finish_reason == ("length" if end is None else "repetition")
+    assert row.end().token_ids == ids[:end]
+
+
+@pytest.mark.parametrize(
+    ("stop", "stops", "opened", "parts"),
+    [
+        ((), False, False, ("a dog", "a dog a")),
+        (("dog",), False, False, ("a dog", "a ")),
+        (("dog",), True, False, ("a", "")),
+        (("dog a",), False, False, ("a dog", "a ")),
+        (("dog",), False, True, ("a dog", "a ")),
+        (("dog",), True, True, ("a", "")),
+        (("k> a d",), True, False, ("a dog\n</thin", "")),  # across the mark
+        (("k> a d",), False, False, ("a dog", "a dog a")),
+    ],
+)
+@pytest.mark.parametrize("watched", [False, True])
+def test_reasoning_is_split_off_and_searched_only_when_asked(
+    processor: OutputProcessor,
+    tokenizer: Tokenizer,
+    stop: tuple[str, ...],
+    stops: bool,
+    opened: bool,
+    parts: tuple[str, str],
+    watched: bool,
+) -> None:
+    text = ("" if opened else "<think>\n") + "a dog\n</think> a dog a"
+    rules = ReasoningRules(opened=opened, stops=stops)
+    row = Row(processor, StopRules(strings=stop), reasoning=rules)
+    if watched:
+        row.watch()
+    row.feed(tokenizer.encode(text).ids, FINISH_LENGTH)
+    result = row.end()
+    assert (result.reasoning_text, result.text) == parts
+    assert result.raw_text is not None
+    assert text.startswith(result.raw_text)
+    assert result.raw_text.endswith(result.text)
+    assert not watched or row.shown == result.raw_text
 
 
 def test_text_that_may_begin_a_stop_string_is_shown_late(processor: OutputProcessor, tokenizer: Tokenizer) -> None:

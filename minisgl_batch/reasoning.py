@@ -1,0 +1,131 @@
+"""Tells the reasoning of a text from its answer, by the marks <think> and </think> that models write.
+
+A text is a lead (white space and the opening mark), the reasoning, the closing mark between white space, and the
+answer. Knows nothing of tokens. Called by the output side of the tokenizer, and by readers of results.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+OPENING, CLOSING = "<think>", "</think>"
+_LEAD = re.compile(rf"\s*(?:{OPENING})?\s*")
+
+
+class Reasoning(NamedTuple):
+    """Where the parts of a text are, as far as it is known: characters [start, end) are reasoning, the answer is
+    [answer, ...); what is in neither are marks and the white space around them."""
+
+    start: int
+    end: int
+    answer: int
+
+    def split(self, text: str, offset: int = 0) -> tuple[str, str]:
+        """What of a piece of the text, which begins at `offset`, is reasoning, and what is answer."""
+        reasoning = text[max(0, self.start - offset) : max(0, self.end - offset)]
+        return reasoning, text[max(0, self.answer - offset) :]
+
+
+def find_reasoning(raw_text: str, reasoning_text: str, text: str) -> Reasoning:
+    """Where a whole text has the parts that it was split into."""
+    lead = _LEAD.match(raw_text)
+    start = lead.end() if lead is not None else 0
+    return Reasoning(start, start + len(reasoning_text), len(raw_text) - len(text))
+
+
+class ReasoningSplitter:
+    """Releases a text that comes in pieces once it is known what it is.
+
+    What it finds depends on the text alone, never on where the pieces were cut.
+    """
+
+    __slots__ = ("_answer", "_end", "_held", "_num_released", "_opened", "_start", "_state")
+
+    def __init__(self, *, opened: bool) -> None:
+        """`opened`: the prompt has the opening mark already; one at the beginning of the text is passed over."""
+        self._opened = opened
+        self._state = "lead"
+        self._held = ""
+        self._num_released = 0
+        self._start = self._end = self._answer = 0
+
+    @property
+    def num_released(self) -> int:
+        """Characters released so far."""
+        return self._num_released
+
+    @property
+    def found(self) -> Reasoning:
+        """Of the text that was released."""
+        answer = self._answer if self._state == "answer" else self._num_released
+        return Reasoning(self._start, self._end, answer)
+
+    def push(self, text: str) -> str:
+        """Take more text; returns what is released by it."""
+        self._held += text
+        released = self._lead() if self._state == "lead" else ""
+        released += self._reasoning() if self._state == "reasoning" else ""
+        released += self._gap() if self._state == "gap" else ""
+        released += self._release(len(self._held)) if self._state == "answer" else ""
+        return released
+
+    def flush(self) -> str:
+        """What was held back, now that no more follows."""
+        if self._state == "lead" and not self._held.lstrip().startswith(OPENING):
+            self._state = "reasoning" if self._opened else "answer"
+            self._start = self._end = len(self._held) - len(self._held.lstrip()) if self._opened else 0
+        elif self._state == "lead":
+            self._start = self._end = len(self._held)
+        if self._state == "reasoning":
+            self._end = max(self._start, self._num_released + len(self._held.rstrip()))
+        return self._release(len(self._held))
+
+    def _lead(self) -> str:
+        """Up to where the reasoning begins, or "" while that isn't known."""
+        begun = self._held.lstrip()
+        if OPENING.startswith(begun):
+            return ""  # also while there is nothing but white space, or the mark without what follows it
+        is_marked = begun.startswith(OPENING)
+        if not is_marked and not self._opened:
+            self._state = "answer"  # of a text without reasoning, white space included
+            return ""
+        begun = begun.removeprefix(OPENING).lstrip()
+        if not begun:
+            return ""
+        released = self._release(len(self._held) - len(begun))
+        self._state, self._start, self._end = "reasoning", self._num_released, self._num_released
+        return released
+
+    def _reasoning(self) -> str:
+        """Up to the end of the closing mark, or what can't be part of it or of the white space before it."""
+        at = self._held.find(CLOSING)
+        is_closed = at >= 0
+        if not is_closed:
+            at = len(self._held) - _beginning_at_end(self._held, CLOSING)
+        inside = len(self._held[:at].rstrip())
+        if inside:
+            self._end = self._num_released + inside
+        if not is_closed:
+            return self._release(inside)
+        self._state = "gap"
+        return self._release(at + len(CLOSING))
+
+    def _gap(self) -> str:
+        """The white space behind the closing mark."""
+        num_blank = len(self._held) - len(self._held.lstrip())
+        has_answer = num_blank < len(self._held)
+        released = self._release(num_blank)
+        if has_answer:
+            self._state, self._answer = "answer", self._num_released
+        return released
+
+    def _release(self, num_chars: int) -> str:
+        released, self._held = self._held[:num_chars], self._held[num_chars:]
+        self._num_released += num_chars
+        return released
+
+
+def _beginning_at_end(text: str, mark: str) -> int:
+    """Length of the longest beginning of `mark`, short of all of it, that `text` ends with."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,0 +1,132 @@
+"""Chats as text: messages rendered by a model's chat template, up to where the model goes on.
+
+Knows nothing of token ids. Called by the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jinja2 import TemplateError
+
+from minisgl_batch.errors import RequestError
+from minisgl_batch.sampling_params import SamplingParams
+
+Message: TypeAlias = Mapping[str, Any]
+
+# What a chat template's own code raises over messages that it wasn't written for.
+TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a chat template gets beside the messages; see `SamplingParams`.
+
+    Attributes:
+        tools: functions that the model may call.
+        template_kwargs: the template's own variables.
+        continue_final_message: the answer begins with the last message, which is an assistant's.
+    """
+
+    tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] | None = None
+    continue_final_message: bool = False
+
+    @classmethod
+    def of(cls, *layers: SamplingParams) -> ChatOptions:
+        """Those of layers of parameters, the most specific first."""
+        given = {
+            field: next((value for layer in layers if (value := getattr(layer, field)) is not None), None)
+            for field in ("tools", "chat_template_kwargs", "continue_final_message")
+        }
+        return cls(given["tools"] or (), given["chat_template_kwargs"] or None, bool(given["continue_final_message"]))
+
+    def refuse_without_messages(self) -> None:
+        """Raise RequestError if there are any: they say nothing about a prompt that no template renders."""
+        given = {
+            "tools": self.tools,
+            "chat_template_kwargs": self.template_kwargs,
+            "continue_final_message": self.continue_final_message,
+        }
+        for field, value in given.items():
+            if value:
+                raise RequestError(
+                    "invalid_request", f"{field}: only messages are rendered by the chat template (or use --chat)"
+                )
+
+
+NO_OPTIONS = ChatOptions()
+
+
+def render_chat(
+    hf_tokenizer: Any, messages: Sequence[Message], system: str | None = None, options: ChatOptions = NO_OPTIONS
+) -> str:
+    """The text of a chat up to where the model's answer begins, or goes on.
+
+    Args:
+        hf_tokenizer: has a chat template.
+        system: put in front of messages that have no system message.
+
+    Raises:
+        RequestError: the template can't render these messages; says why.
+    """
+    chat = [_plain_message(message, index) for index, message in enumerate(messages)]
+    if not chat:
+        raise RequestError("invalid_request", "messages is empty")
+    if options.continue_final_message and chat[-1]["role"] != "assistant":
+        raise RequestError(
+            "invalid_request",
+            f"continue_final_message: the last message must be an assistant's, and is of {chat[-1]['role']}",
+        )
+    if system is not None and not any(message["role"] == "system" for message in chat):
+        chat.insert(0, {"role": "system", "content": system})
+    try:
+        text: str = hf_tokenizer.apply_chat_template(
+            chat,
+            tools=list(options.tools) or None,
+            tokenize=False,
+            add_generation_prompt=not options.continue_final_message,
+            continue_final_message=options.continue_final_message,
+            **(options.template_kwargs or {}),
+        )
+    except TEMPLATE_ERRORS as error:
+        raise RequestError(
+            "invalid_request", f"the model's chat template refuses the messages: {first_line(error)}"
+        ) from error
+    return text
+
+
+def _plain_message(message: Message, index: int) -> dict[str, Any]:
+    """The message with its content as one string, which is what templates of text models take."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError("invalid_request", f"messages[{index}] must be an object with a role")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = "\n".join(_text_of_part(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
+    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError("invalid_request", f"messages[{index}].content must be text, got {type(content).__name__}")
+    return {**message, "content": content}
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise RequestError("invalid_request", f"{where} is of type {kind!r}: only text parts can be used")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, else its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
