@@ -35,7 +35,7 @@ class RankPool:
         meet = f"file://{Path(self._folder.name) / 'meet'}"
         # Ranks fork from a process that has imported torch, once for all pools; what CUDA holds doesn't survive a fork.
         context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, "minisgl_batch.scheduler.factory"])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
