@@ -246,7 +246,7 @@ def _model_folder(config: EngineConfig, shrink: int) -> Iterator[EngineConfig]:
     if not config.dummy_weights:
         raise InvalidParameterError("model", f"{config.model} is a shape without weights: add --dummy-weights")
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
-        shape = shape | {key: shape[key] // shrink for key in _SHRINKABLE if key in shape}
+        shape = shape | {key: max(1, shape[key] // shrink) for key in _SHRINKABLE if key in shape}
         (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         yield replace(config, model=folder)
 

@@ -7,12 +7,15 @@ the device. Nothing changes a config after it was made. Knows nothing of torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from minisgl_batch.errors import InvalidParameterError
+from minisgl_batch.param_checks import check_bool, check_float, check_int
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CacheKind = Literal["radix", "naive"]
+Device = Literal["auto", "cpu", "cuda"]
+MAX_COUNT = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +63,22 @@ class EngineConfig:
     check_ranks: int = 0
     pynccl: bool = True
     dummy_weights: bool = False
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_running", "max_prefill_tokens", "max_seq_len", "tp"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidParameterError(name, f"must be at least 1, got {value}")
-        for name in ("cuda_graph_max_bs", "check_ranks"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise InvalidParameterError(name, f"must be at least 0, got {value}")
-        if self.memory_ratio is not None and not 0.0 < self.memory_ratio <= 1.0:
-            raise InvalidParameterError("memory_ratio", f"must be in (0, 1], got {self.memory_ratio:g}")
+        if not isinstance(self.model, str) or not self.model:
+            raise InvalidParameterError("model", f"must be a name or a folder, got {self.model!r}")
+        check_int("tp", self.tp, 1, MAX_COUNT)
+        check_int("check_ranks", self.check_ranks, 0, MAX_COUNT)
+        for name in ("page_size", "num_pages", "max_running", "max_prefill_tokens", "max_seq_len", "cuda_graph_max_bs"):
+            if (value := getattr(self, name)) is not None:
+                check_int(name, value, 0 if name == "cuda_graph_max_bs" else 1, MAX_COUNT)
+        for name in ("overlap", "mixed", "share_prefixes", "pynccl", "dummy_weights"):
+            check_bool(name, getattr(self, name))
+        if self.memory_ratio is not None:
+            check_float("memory_ratio", self.memory_ratio, 0.0, 1.0, low_open=True)
+        for name, known in (("dtype", get_args(Dtype)), ("cache", get_args(CacheKind)), ("device", get_args(Device))):
+            if getattr(self, name) not in known:
+                raise InvalidParameterError(name, f"must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if not isinstance(self.attention_backend, str):
+            raise InvalidParameterError("attention_backend", f"must be a name, got {self.attention_backend!r}")

@@ -284,6 +284,9 @@ def _layers(params: Params, num_prompts: int) -> list[SamplingParams]:
     layers = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * num_prompts
     if len(layers) != num_prompts:
         raise UsageError(f"sampling_params: {len(layers)} were given for {count(num_prompts, 'prompt')}")
+    for layer in layers:
+        if not isinstance(layer, SamplingParams):
+            raise UsageError(f"sampling_params: must be SamplingParams, or a list with one per prompt, got {layer!r}")
     return layers
 
 

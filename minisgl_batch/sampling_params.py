@@ -24,7 +24,7 @@ MAX_N = 1024
 MAX_STOP_STRINGS = 64
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_PENALTY = 2.0  # of presence and frequency, either way: the range of the OpenAI API
-MAX_REPETITION_PENALTY = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # further off, ruled out tokens become NaN
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGPROBS = 20
 # What rendering sets itself, or transformers would take for its own.
@@ -48,6 +48,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "tokenizer_kwargs",
     }
 )
+MAX_STOP_TOKEN_IDS = 256  # all rows are compared with as many as any row has
 MAX_LOGIT_RULES = 2048
 """Tokens of one row that may be named in `logit_bias`, `bad_words` and, with `min_tokens`, as stop tokens."""
 
@@ -75,6 +76,8 @@ def _check_stop_token_ids(token_ids: object) -> None:
         return
     if not isinstance(token_ids, list | tuple):
         raise InvalidParameterError("stop_token_ids", f"must be a list of token ids, got {token_ids!r}")
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidParameterError("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(token_ids)}")
     for token_id in token_ids:
         check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 
@@ -115,7 +118,7 @@ _REAL_FIELDS = {
     "min_p": (0.0, 1.0, False),
     "presence_penalty": (-MAX_PENALTY, MAX_PENALTY, False),
     "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY, False),
-    "repetition_penalty": (0.0, MAX_REPETITION_PENALTY, True),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, False),
     "row_timeout": (0.0, MAX_TIMEOUT_S, True),
 }
 

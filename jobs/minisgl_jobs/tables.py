@@ -222,6 +222,9 @@ def _is_json(kind: pa.DataType, *, is_nested: bool = False) -> bool:
     if pa.types.is_dictionary(kind):
         return _is_json(kind.value_type, is_nested=is_nested)
     if pa.types.is_nested(kind):
+        fields = [kind.field(i).name for i in range(kind.num_fields)]
+        if pa.types.is_struct(kind) and len({*fields}) < len(fields):
+            return False
         return all(_is_json(kind.field(i).type, is_nested=True) for i in range(kind.num_fields))
     if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
         return not is_nested  # inside of lists and structs they stay what they are in Python

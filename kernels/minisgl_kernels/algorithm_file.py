@@ -37,7 +37,7 @@ class AlgorithmFile:
             return self._parse(self._path.read_bytes())
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             logger.warning("%s can't be read, and is made anew: %s", self._path, error)
             return {}
 
@@ -58,8 +58,11 @@ class AlgorithmFile:
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError("it has another format")
+        algorithms = content.get("algorithms")
+        if not isinstance(algorithms, dict):
+            raise ValueError("it holds no object of algorithms")
         choices: Choices = {}
-        for key, algorithm in dict(content.get("algorithms", {})).items():
+        for key, algorithm in algorithms.items():
             choices[key] = found = None if algorithm is None else bytes.fromhex(str(algorithm))
             if found is not None and len(found) != self._algorithm_bytes:
                 raise ValueError(f"the algorithm for {key} has another length")

@@ -6,6 +6,7 @@ twins in `reference.py`.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import importlib.util
@@ -66,8 +67,20 @@ def load_module(name: str) -> ModuleType | None:
 def cache_dir() -> Path:
     """Where built kernels are kept, and what was measured of kernels; only this user may write there."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "minisgl-batch" / "kernels"
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return _passing_cache_dir(str(error))
     return root
+
+
+@cache
+def _passing_cache_dir(reason: str) -> Path:
+    """For this process alone, which builds everything anew."""
+    folder = tempfile.mkdtemp(prefix="minisgl-batch-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    logger.warning("nothing is kept for later starts, set XDG_CACHE_HOME to a folder of yours: %s", reason)
+    return Path(folder)
 
 
 def _library(name: str, flags: list[str]) -> Path | None:

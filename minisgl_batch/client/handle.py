@@ -174,7 +174,8 @@ class JobHandle:
     def stream(self, rows: Collection[int] | None = None) -> Iterator[Event]:
         """Every token once, whenever the caller comes: RowStarted, RowText and RowFinished as they happen.
 
-        The texts of a sample since its last RowStarted, put together, are its text. Ends with the job.
+        The texts of a sample since its last RowStarted, put together, are its text, and those with `is_reasoning` the
+        reasoning that was split off. Ends with the job.
 
         Args:
             rows: indices of the rows to read; by default all.

@@ -111,11 +111,11 @@ def _read_index(path: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         indexed = {str(key): path.parent / name for key, name in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = next((key for key, file in indexed.items() if not file.is_file()), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"can't read {path}: {error!r}; it must hold a weight_map from tensors to files") from error
-    for key, file in indexed.items():
-        if not file.is_file():
-            raise ModelError(f"{file} is missing; {path.name} says that it holds {key}")
+    if missing is not None:
+        raise ModelError(f"{indexed[missing]} is missing; {path.name} says that it holds {missing}")
     return indexed
 
 

@@ -19,6 +19,7 @@ from minisgl_batch.models.refusals import refuse_unsupported
 from minisgl_batch.models.rope import read_local_rope, read_rope
 
 Activation = Literal["silu", "gelu"]
+MAX_LAYERS = 4096
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -140,7 +141,7 @@ def load_model_config(path: Path) -> ModelConfig:
     file = ConfigFile.read(path / "config.json")
     refuse_unsupported(file)
     architecture, family = read_family(file)
-    num_layers = file.count("num_hidden_layers")
+    num_layers = file.count("num_hidden_layers", high=MAX_LAYERS)
     num_heads = file.count("num_attention_heads")
     hidden_size = file.count("hidden_size")
     head_dim = file.count("head_dim", family.head_dim or hidden_size // num_heads)

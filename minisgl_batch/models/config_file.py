@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minisgl_batch.errors import ModelError
+
+MAX_COUNT = 1 << 24  # no size of a model comes near; larger values are mistakes
+MAX_NUMBER = 1e30
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class ConfigFile:
         """Raises ModelError if the file can't be read or holds no JSON object."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"can't read {path}: {error}") from error
         if not isinstance(data, dict):
             raise ModelError(f"{path} must hold a JSON object, not {type(data).__name__}")
@@ -51,24 +53,24 @@ class ConfigFile:
         """The spelling of a renamed key that this file uses."""
         return new if self.data.get(new) is not None or self.data.get(old) is None else old
 
-    def count(self, key: str, default: int | None = None, low: int = 1) -> int:
-        """A whole number of at least `low`; without a default the key must be there."""
+    def count(self, key: str, default: int | None = None, low: int = 1, high: int = MAX_COUNT) -> int:
+        """A whole number in [low, high]; without a default the key must be there."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.error(key, f"must be a whole number of at least {low}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(key, f"must be a whole number between {low} and {high}, got {_shown(value)}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number of at least 0; without a default the key must be there."""
+    def number(self, key: str, default: float | None = None, low: float = 0.0, high: float = MAX_NUMBER) -> float:
+        """A number in [low, high]; without a default the key must be there."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise self.error(key, f"must be a number of at least 0, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self.error(key, f"must be a number between {low:g} and {high:g}, got {_shown(value)}")
         return float(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """A list of numbers greater than 0; it must be there."""
         values = self._get(key, None)
-        if not isinstance(values, list) or not all(isinstance(v, int | float) and 0 < v < math.inf for v in values):
+        if not isinstance(values, list) or not all(isinstance(v, int | float) and 0 < v <= MAX_NUMBER for v in values):
             raise self.error(key, f"must be a list of numbers greater than 0, got {values!r}")
         return tuple(map(float, values))
 
@@ -91,3 +93,8 @@ class ConfigFile:
         if default is None:
             raise self.error(key, "is missing, and has no default")
         return default
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

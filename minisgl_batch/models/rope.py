@@ -14,6 +14,8 @@ from minisgl_batch.layers.rope_config import (
 )
 from minisgl_batch.models.config_file import ConfigFile
 
+MAX_FACTOR = 1e6  # of anything that scales a rotary embedding
+
 
 def read_rope(
     file: ConfigFile,
@@ -80,9 +82,9 @@ def _read(params: ConfigFile, file: ConfigFile, max_position_embeddings: int, de
     if rope_type == "linear":
         return RopeConfig(theta=theta, type="linear", factor=_factor(params))
     original_context_len = (
-        file.count("original_max_position_embeddings")
+        file.count("original_max_position_embeddings", low=2)
         if file.data.get("original_max_position_embeddings") is not None
-        else params.count("original_max_position_embeddings", max_position_embeddings)
+        else params.count("original_max_position_embeddings", max_position_embeddings, low=2)
     )
     if rope_type == "llama3":
         return _llama3(params, theta, original_context_len)
@@ -122,8 +124,8 @@ def _yarn(params: ConfigFile, theta: float, original_context_len: int, max_posit
         type="yarn",
         factor=factor,
         original_context_len=original_context_len,
-        beta_fast=params.number("beta_fast", 0.0) or 32.0,
-        beta_slow=params.number("beta_slow", 0.0) or 1.0,
+        beta_fast=params.number("beta_fast", 32.0, low=1e-3, high=MAX_FACTOR),
+        beta_slow=params.number("beta_slow", 1.0, low=1e-3, high=MAX_FACTOR),
         truncate=params.flag("truncate", True),
         attention_factor=params.number("attention_factor", recommended),
     )
@@ -144,10 +146,7 @@ def _longrope(params: ConfigFile, theta: float, original_context_len: int, max_p
 
 
 def _factor(params: ConfigFile, default: float | None = None) -> float:
-    factor = params.number("factor", default)
-    if factor <= 0.0:
-        raise params.error("factor", f"must be greater than 0, got {factor:g}")
-    return factor
+    return params.number("factor", default, low=1e-3, high=MAX_FACTOR)
 
 
 def _theta(params: ConfigFile, default: float, key: str = "rope_theta") -> float:
@@ -163,7 +162,7 @@ def _fraction(params: ConfigFile, default: float, head_dim: int, may_be_partial:
         return fraction
     if not may_be_partial:
         raise params.error("partial_rotary_factor", "rotating a part of each head isn't supported for this model")
-    rotary_dim = int(head_dim * fraction)
+    rotary_dim = int(head_dim * min(fraction, 1.0))
     if fraction > 1.0 or rotary_dim % 2 or rotary_dim < 2:
         raise params.error("partial_rotary_factor", f"{fraction:g} of {head_dim} dimensions isn't an even number")
     return fraction

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_batch.errors import InvalidParameterError, ModelError
-from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.sampling_params import MAX_TOKEN_ID, SamplingParams
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -54,7 +54,7 @@ def read_model_defaults(folder: Path) -> ModelDefaults:
     return ModelDefaults(
         max_len=_context_length(config, config_file),
         vocab_size=vocab_size,
-        eos_ids=frozenset(_eos_ids(config)) | frozenset(_eos_ids(generation)),
+        eos_ids=_eos_ids(config, config_file) | _eos_ids(generation, generation_file),
         sampling=_default_sampling(generation, generation_file),
     )
 
@@ -77,11 +77,14 @@ def _context_length(config: dict[str, Any], file: Path) -> int:
     return int(length * factor)
 
 
-def _eos_ids(config: dict[str, Any]) -> list[int]:
+def _eos_ids(config: dict[str, Any], file: Path) -> frozenset[int]:
     eos = config.get("eos_token_id")
-    if eos is None:
-        return []
-    return eos if isinstance(eos, list) else [eos]
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    for token_id in ids:
+        # -1 stands for "none" in some models.
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not -1 <= token_id <= MAX_TOKEN_ID:
+            raise ModelError(f"{file}: eos_token_id: must be a token id or a list of them, got {str(eos)[:100]}")
+    return frozenset(ids) - {-1}
 
 
 def _default_sampling(generation: dict[str, Any], file: Path) -> SamplingParams:
@@ -97,7 +100,7 @@ def _default_sampling(generation: dict[str, Any], file: Path) -> SamplingParams:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"can't read {file}: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"can't read {file}: it holds no JSON object")

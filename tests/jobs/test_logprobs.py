@@ -72,7 +72,7 @@ def test_columns_are_there_for_those_who_asked() -> None:
     schema = result_schema({"logprobs"})
     assert schema.field("logprobs").type == LOGPROBS_TYPE
     assert "prompt_logprobs" not in schema.names
-    assert result_schema(OPTIONAL_COLUMNS).names[10:13] == ["output_token_ids", "logprobs", "prompt_logprobs"]
+    assert result_schema(OPTIONAL_COLUMNS).names[12:15] == ["output_token_ids", "logprobs", "prompt_logprobs"]
 
 
 def test_values_in_the_column_and_in_parquet() -> None:

@@ -72,3 +72,11 @@ def test_a_column_that_is_no_text(tmp_path: Path, value: Any) -> None:
         prepare(source, model="m", output=tmp_path / "o", read=ReadOptions(prompt_column="q"))
     read = ReadOptions(prompt_column="q", settings=False, keep_columns=("b",))
     prepare(source, model="m", output=tmp_path / "o", read=read).close()
+
+
+def test_a_struct_that_has_a_field_twice(tmp_path: Path) -> None:
+    numbers = pa.array([0.5])
+    bias = pa.StructArray.from_arrays([numbers, numbers], names=["5", "5"])
+    source = write(tmp_path / "in.parquet", pa.table({"prompt": ["a"], "logit_bias": bias}))
+    with pytest.raises(InvalidInputError, match=r"in.parquet: column 'logit_bias' is of type .*: convert it to text"):
+        prepare(source, model="m", output=tmp_path / "o")

@@ -48,6 +48,8 @@ def test_who_comes_first_is_right(path: Path) -> None:
         b'{"algorithms": {}}',
         b'{"format": 2, "algorithms": {}}',
         b'{"format": 1, "algorithms": 3}',
+        b'{"format": 1, "algorithms": [[1, null]]}',
+        b"[" * 100_000,
         b'{"format": 1, "algorithms": {"a": 5}}',
         b'{"format": 1, "algorithms": {"a": "zz"}}',
         b'{"format": 1, "algorithms": {"a": "00"}}',

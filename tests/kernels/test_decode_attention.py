@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,3 +85,14 @@ def test_without_a_compiler_the_twin_runs(monkeypatch: pytest.MonkeyPatch, caplo
     got = decode_attention(q, pool, pool, *tables, 0.5)
     assert torch.equal(got, reference.decode_attention(q, pool, pool, *tables, 0.5))
     assert "slower" in caplog.text
+
+
+def test_without_a_cache_folder_kernels_are_built_for_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    folder = cpp.cache_dir()
+    assert folder.is_dir()
+    assert folder == cpp.cache_dir()
+    assert not folder.is_relative_to(tmp_path)

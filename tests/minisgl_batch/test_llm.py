@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minisgl_batch import LLM, SamplingParams
 from minisgl_batch.errors import InvalidParameterError, ModelError, RequestError, UsageError
@@ -262,8 +263,27 @@ def test_overlap_loop_gives_the_same_answers(llm: LLM) -> None:
         ({"model": "demo", "max_seq_len": 10**6}, InvalidParameterError, "2048"),
         ({"model": "demo", "num_pages": 2, "max_seq_len": 64}, InvalidParameterError, "don't fit"),
         ({"model": "demo", "attention_backend": "magic"}, InvalidParameterError, "torch"),
+        ({"model": None}, InvalidParameterError, "model: must be a name or a folder"),
+        ({"model": ""}, InvalidParameterError, "model: must be a name or a folder"),
+        ({"model": "demo", "tp": "2"}, InvalidParameterError, "tp: must be a whole number, got '2'"),
+        ({"model": "demo", "memory_ratio": "0.5"}, InvalidParameterError, "memory_ratio: must be a number"),
+        ({"model": "demo", "dtype": "bf16"}, InvalidParameterError, "dtype: must be one of auto, float32, .*'bf16'"),
+        ({"model": "demo", "dtype": torch.float16}, InvalidParameterError, "dtype: must be one of"),
+        ({"model": "demo", "cache": "lru"}, InvalidParameterError, "cache: must be one of radix, naive"),
+        ({"model": "demo", "overlap": "no"}, InvalidParameterError, "overlap: must be true or false"),
+        (
+            {"model": "demo", "device": "tpu"},
+            InvalidParameterError,
+            "device: must be one of auto, cpu, cuda, got 'tpu'",
+        ),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         LLM(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [5, {"temperature": 0}, [{"temperature": 0}]])
+def test_sampling_params_of_another_type_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(UsageError, match="sampling_params: must be SamplingParams"):
+        llm.generate("a", params)

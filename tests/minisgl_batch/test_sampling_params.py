@@ -42,7 +42,7 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "include_stop_str_in_output": st.booleans(),
     "presence_penalty": reals(-2, 2) | st.integers(-2, 2),
     "frequency_penalty": reals(-2, 2),
-    "repetition_penalty": reals(0.001, 100),
+    "repetition_penalty": reals(0.01, 100),
     "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1), reals(-100, 100) | st.integers(-100, 100), max_size=3),
     "min_tokens": st.integers(0, 100),
     "bad_words": STRINGS | st.lists(STRINGS, max_size=3),
@@ -106,7 +106,7 @@ def test_anything_else_is_refused_by_the_fields_name(field: str, value: Any) -> 
     [
         ("presence_penalty", [-2.01, 2.01, math.nan, True, "1"]),
         ("frequency_penalty", [-3, 3, math.inf, [1]]),
-        ("repetition_penalty", [0, -1, 100.5, math.nan, False]),
+        ("repetition_penalty", [0, 1e-38, -1, 100.5, math.nan, False]),
         (
             "logit_bias",
             [
@@ -123,7 +123,7 @@ def test_anything_else_is_refused_by_the_fields_name(field: str, value: Any) -> 
                 {"1" * 30: 1},
             ],
         ),
-        ("stop_token_ids", [5, [None], [1.0], [True], [-1], ["5"]]),
+        ("stop_token_ids", [5, list(range(257)), [None], [1.0], [True], [-1], ["5"]]),
         ("logprobs", [-1, 21, True, 1.5]),
         ("prompt_logprobs", [-1, 21, "1"]),
         ("min_tokens", [-1, 1.5, True, 1 << 25]),

@@ -36,7 +36,7 @@ def test_a_step_has_room_for_the_rows_of_all_experts(tmp_path: Path, monkeypatch
         shape = SHAPES["qwen3-30b-a3b"] | {"moe_intermediate_size": moe_width}
         (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         model = load_model_config(tmp_path)
-        config = EngineConfig(model="", max_prefill_tokens=4096, dtype="bfloat16", attention_backend="triton")
+        config = EngineConfig(model="some", max_prefill_tokens=4096, dtype="bfloat16", attention_backend="triton")
         sizes.append(memory.step_bytes(model, options.resolve(config, model)))
     least = 4096 * 8 * 2
     assert sizes[0] > memory.GPU_WORKSPACE_BYTES + least * (768 + 2048)

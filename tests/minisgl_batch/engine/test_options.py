@@ -32,10 +32,10 @@ def config_of(folder: Path, architecture: str, **keys: Any) -> ModelConfig:
 def test_gemma_is_refused_in_float16(tmp_path: Path) -> None:
     config = config_of(tmp_path, "Gemma3ForCausalLM", head_dim=16)
     with pytest.raises(InvalidParameterError, match=r"float16 can't hold .*Gemma3ForCausalLM.*use bfloat16"):
-        options.resolve(EngineConfig(model="", dtype="float16", device="cpu"), config)
-    assert options.resolve(EngineConfig(model="", dtype="bfloat16", device="cpu"), config).dtype == torch.bfloat16
+        options.resolve(EngineConfig(model="some", dtype="float16", device="cpu"), config)
+    assert options.resolve(EngineConfig(model="some", dtype="bfloat16", device="cpu"), config).dtype == torch.bfloat16
     other = config_of(tmp_path, "LlamaForCausalLM")
-    assert options.resolve(EngineConfig(model="", dtype="float16", device="cpu"), other).dtype == torch.float16
+    assert options.resolve(EngineConfig(model="some", dtype="float16", device="cpu"), other).dtype == torch.float16
 
 
 @pytest.mark.parametrize(("max_seq_len", "has_window"), [(None, True), (21, True), (20, False)])
@@ -45,5 +45,5 @@ def test_backends_hear_of_windows_that_rows_outgrow(
     asked: list[AttnShapes] = []
     monkeypatch.setattr(options, "resolve_backend", lambda *given: asked.append(given[-1]))
     config = config_of(tmp_path, "MistralForCausalLM", sliding_window=20, max_position_embeddings=50)
-    options.resolve(EngineConfig(model="", max_seq_len=max_seq_len, device="cpu"), config)
+    options.resolve(EngineConfig(model="some", max_seq_len=max_seq_len, device="cpu"), config)
     assert [shapes.has_window for shapes in asked] == [has_window]

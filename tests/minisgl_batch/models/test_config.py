@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -262,7 +263,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         r"rope_scaling\.short_factor: must be a list of numbers greater than 0",
     ),
     "no rope factor": ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor: is missing"),
-    "rope factor 0": ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope_scaling\.factor: .*greater than 0"),
+    "rope factor 0": ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope_scaling\.factor: .*between 0\.001"),
     "no llama3 bound": ({"rope_scaling": {"type": "llama3", "factor": 2}}, r"rope_scaling\.low_freq_factor: is miss"),
     "llama3 bounds swapped": (
         {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}},
@@ -350,3 +351,25 @@ def test_every_architecture_that_is_read_has_a_module() -> None:
 def test_reading_a_config_needs_no_torch() -> None:
     code = "import sys, minisgl_batch.models.config; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("hidden_size", 10**400),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", 1e308),
+        ("rope_scaling.factor", {"type": "linear", "factor": 1e308}),
+        ("rope_scaling.factor", {"type": "linear", "factor": 1e-320}),
+        ("rope_scaling.beta_fast", {"type": "yarn", "factor": 2.0, "beta_fast": 1e-320}),
+        (
+            "rope_scaling.original_max_position_embeddings",
+            {"type": "longrope", "factor": 2.0, "original_max_position_embeddings": 1},
+        ),
+    ],
+)
+def test_numbers_that_no_model_has_are_named(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(ModelError, match=f"json: {re.escape(key)}: must be a .*number between") as caught:
+        parse(tmp_path, **{key.partition(".")[0]: value})
+    assert len(str(caught.value)) < 500

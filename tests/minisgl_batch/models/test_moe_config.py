@@ -80,7 +80,7 @@ def test_ranks_share_the_experts_that_there_are(family: str, keys: dict[str, Any
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "more than there are": ({"num_experts": 4}, r"num_experts_per_tok: 8 is more than the 4 experts"),
-    "no experts": ({"num_experts": 0}, r"num_experts: must be a whole number of at least 1, got 0"),
+    "no experts": ({"num_experts": 0}, r"num_experts: must be a whole number between 1 and"),
     "no such layer": ({"mlp_only_layers": [4]}, r"mlp_only_layers: must be a list of layers from 0 to 3"),
     "no list": ({"mlp_only_layers": 1}, r"mlp_only_layers: must be a list of layers"),
     "window": ({"use_sliding_window": True}, r"use_sliding_window: isn't supported"),

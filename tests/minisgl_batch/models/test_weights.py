@@ -197,6 +197,9 @@ def test_an_index_that_lies_is_named(folder: Path) -> None:
     write_index(folder, where | {key: "model-9.safetensors"})
     with pytest.raises(ModelError, match=rf"model-9\.safetensors is missing; .*index\.json says that it holds {key}"):
         loaded(folder)
+    write_index(folder, where | {key: "a" * 5000})
+    with pytest.raises(ModelError, match=r"can't read .*index\.json"):
+        loaded(folder)
     write_index(folder, None)
     with pytest.raises(ModelError, match=r"can't read .*index\.json.*weight_map"):
         loaded(folder)

@@ -91,3 +91,19 @@ def test_files_that_can_not_be_used(tmp_path: Path, file: str, content: str, say
 def test_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"{tmp_path} holds no config.json"):
         read_model_defaults(tmp_path)
+
+
+@pytest.mark.parametrize("eos", ["x", 1.5, True, -5, 2**31, [None], [[1]], {"a": 1}])
+@pytest.mark.parametrize("name", ["config", "generation_config"])
+def test_end_tokens_that_are_none_are_named(tmp_path: Path, name: str, eos: object) -> None:
+    said = {"eos_token_id": eos}
+    config, generation = (CONFIG | said, None) if name == "config" else (CONFIG, said)
+    with pytest.raises(ModelError, match=rf"{name}.json: eos_token_id: must be a token id"):
+        read_model_defaults(write(tmp_path, config, generation))
+
+
+def test_files_nested_too_deeply_are_named(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG)
+    (tmp_path / "generation_config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=r"can't read .*generation_config\.json"):
+        read_model_defaults(tmp_path)
