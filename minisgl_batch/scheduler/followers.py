@@ -22,7 +22,7 @@ from typing import Any
 from minisgl_batch.child_process import ChildBeat, ChildFailed, ChildProcess
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_this_host
-from minisgl_batch.errors import RankLostError, WorkerError
+from minisgl_batch.errors import MiniSGLError, RankLostError, WorkerError
 from minisgl_batch.scheduler.rank import Links, join
 
 logger = logging.getLogger(__name__)
@@ -80,12 +80,17 @@ class Followers:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """Around what rank 0 does with the others: raises the error of a follower in place of what came of it."""
+        """Around what rank 0 does with the others: raises the error of a follower in place of what came of it.
+
+        An error that rank 0 finds by itself, such as an option that no rank takes, comes of nothing.
+        """
         try:
             yield
         except Exception as error:
             if isinstance(error, RankLostError):
                 wait([self._failed], timeout=SETTLE_S + 1)
+            elif isinstance(error, MiniSGLError):
+                raise
             if not self._failed.done():
                 raise
             raise WorkerError(self._failed.result()) from error

@@ -17,13 +17,14 @@ from tests.processes import Command
 
 NUM_ROWS = 120
 SOON_S = 60.0
+ENGINE = ("--model", "demo", "--device", "cpu", "--num-pages", 1024)
 
 
 @pytest.fixture
 def groups(home: Path) -> Iterator[Command]:
     """Two groups of one rank."""
-    engine = ("--model", "demo", "--device", "cpu", "--num-pages", 1024, "--max-running", 4)
-    with make_command(home, "worker", *engine, "--groups", 2, "--lease-s", 4) as command:
+    options = (*ENGINE, "--max-running", 4, "--groups", 2, "--lease-s", 4)
+    with make_command(home, "worker", *options) as command:
         command.wait_for("group 0: serving jobs for demo")
         command.wait_for("group 1: serving jobs for demo")
         yield command
@@ -64,11 +65,12 @@ def test_a_group_dies_another_goes_on_and_a_signal_drains_all(groups: Command, h
 
     processes = [child for group in supervisors(groups) for child in [group, *group.children(recursive=True)]]
     groups.signal(signal.SIGINT)
-    groups.finish(timeout_s=90)
-    assert groups.stderr.count("a second signal stops at once") == 2
-    assert not any(process.is_running() for process in processes)
-    assert os.listdir(home / "tmp") == []
-    with make_command(home, "worker", "--model", "demo", "--num-pages", 1024) as other:
+    (home / "other").mkdir()
+    with make_command(home, "worker", *ENGINE, TMPDIR=str(home / "other")) as other:
+        groups.finish(timeout_s=90)
+        assert groups.stderr.count("a second signal stops at once") == 2
+        assert not any(process.is_running() for process in processes)
+        assert os.listdir(home / "tmp") == []
         check(output)
         other.signal(signal.SIGINT)
         other.finish()

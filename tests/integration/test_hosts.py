@@ -74,7 +74,7 @@ def check(output: Path) -> None:
 
 
 def test_groups_on_two_hosts_share_a_queue(service: Service, tmp_path: Path) -> None:
-    with service.start(0, "worker", *ENGINE, "--lease-s", 2) as here, service.start(1, "worker", *ENGINE) as there:
+    with service.start(0, "worker", *ENGINE, "--lease-s", 1) as here, service.start(1, "worker", *ENGINE) as there:
         here.wait_for("serving jobs for demo")
         there.wait_for("serving jobs for demo")
         output = service.submit(1, tmp_path)
@@ -86,7 +86,7 @@ def test_groups_on_two_hosts_share_a_queue(service: Service, tmp_path: Path) -> 
 
 
 def test_one_group_over_two_hosts(hosts: TwoHosts, service: Service, tmp_path: Path) -> None:
-    options = (*ENGINE, "--tp", 2, "--nodes", 2, "--rendezvous", f"{hosts.addresses[0]}:29611", "--lease-s", 2)
+    options = (*ENGINE, "--tp", 2, "--nodes", 2, "--rendezvous", f"{hosts.addresses[0]}:29611", "--lease-s", 1)
     with (
         service.start(1, "worker", *options, "--node-rank", 1) as second,
         service.start(0, "worker", *options, "--node-rank", 0) as first,

@@ -27,7 +27,7 @@ AGAIN_S = 60.0
 def pair(home: Path) -> Iterator[Command]:
     """A worker group of two ranks that notices a hang within seconds."""
     options = ("--model", "demo", "--tp", 2, "--num-pages", 1024, "--max-running", 8)
-    with make_command(home, "worker", *options, "--hang-s", 8, "--lease-s", 2) as command:
+    with make_command(home, "worker", *options, "--hang-s", 8, "--lease-s", 1) as command:
         command.wait_for("serving jobs for demo")
         yield command
 

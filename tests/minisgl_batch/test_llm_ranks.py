@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -119,6 +120,21 @@ def test_a_follower_that_dies_is_named_and_the_others_end() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.fixture(scope="module")
+def parent() -> Iterator[subprocess.Popen[bytes]]:
+    """A program with a follower, whose process id it prints; it generates once it is told to."""
+    program = (
+        "from minisgl_batch import LLM, SamplingParams; llm = LLM('demo', tp=2)\n"
+        "print(*[child.pid for child in llm._engine._followers._children], flush=True); input()\n"
+        "for event in llm.stream('a', SamplingParams(max_tokens=2000, ignore_eos=True)): print(event, flush=True)\n"
+    )
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment()) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.usefixtures("parent")  # it starts while this one waits
 def test_a_follower_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers, "SILENT_S", 3.0)
     with LLM("demo", dtype="float32", tp=2) as llm:
@@ -128,25 +144,32 @@ def test_a_follower_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) ->
             llm.generate(MESSAGES, ENDLESS, progress=False)
 
 
+def test_what_rank_0_refuses_by_itself_is_not_blamed_on_a_follower_that_refuses_it_too() -> None:
+    others = followers.Followers.__new__(followers.Followers)  # without processes
+    others._failed = Future()
+    others._failed.set_result("rank 1: tp: of rank 1")
+    with pytest.raises(InvalidParameterError, match="of rank 0"), others.blamed():
+        raise InvalidParameterError("tp", "of rank 0")
+    with pytest.raises(WorkerError, match="of rank 1"), others.blamed():
+        raise RankLostError("what came of it")
+
+
 def test_a_follower_that_can_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers, "FOLLOWER", "no.such.module")
     with pytest.raises(WorkerError, match="rank 1 ended with exit code 1"):
         LLM("demo", tp=2)
 
 
-def test_followers_die_with_their_parent() -> None:
-    program = (
-        "from minisgl_batch import LLM; llm = LLM('demo', tp=2)\n"
-        "print(*[child.pid for child in llm._engine._followers._children], flush=True)\n"
-        "llm.generate('a', __import__('minisgl_batch').SamplingParams(max_tokens=2000, ignore_eos=True))\n"
-    )
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()) as parent:
-        assert parent.stdout is not None
-        (pid,) = map(int, parent.stdout.readline().split())
-        assert psutil.pid_exists(pid)
-        parent.kill()
-        wait_for("the follower's end", lambda: not psutil.pid_exists(pid), DEATH_S)
+def test_followers_die_with_their_parent(parent: subprocess.Popen[bytes]) -> None:
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    (pid,) = map(int, parent.stdout.readline().split())
+    parent.stdin.write(b"\n")
+    parent.stdin.flush()
+    assert b"StreamEvent" in parent.stdout.readline()
+    assert psutil.pid_exists(pid)
+    parent.kill()
+    wait_for("the follower's end", lambda: not psutil.pid_exists(pid), DEATH_S)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_ranks_decide_the_same_whatever_comes(
     """Requests that come and go at any time, in a pool so small that rows are retracted."""
     reference, folder = models("qwen3")
     script: Script = {}
-    for uid in range(0, 18, 3):
+    for uid in range(0, 12, 3):
         prompts = [random_prompt(reference, random.randint(1, 20)) for _ in range(3)]
         tick = random.randrange(12)
         filters = random.choice([{}, {"top_k": 3}, {"top_p": 0.9}, {"repetition_penalty": 1.5}])
