@@ -110,7 +110,7 @@ FAULTS: list[tuple[str | bytes, str, str, str]] = [
     ('{"prompt": "a", "stop_token_ids": [5, "x"]}', "stop_token_ids", "got 'x'", "correct"),
     ('{"prompt": "a", "presence_penalty": 2.5}', "presence_penalty", "[-2, 2]", "correct"),
     ('{"prompt": "a", "frequency_penalty": "1"}', "frequency_penalty", "got '1'", "without quotes"),
-    ('{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty", "(0, 100]", "correct"),
+    ('{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty", "[0.01, 100]", "correct"),
     ('{"prompt": "a", "logit_bias": "x"}', "logit_bias", "must be an object", '"50256": -100'),
     ('{"prompt": "a", "logit_bias": {"the": 1}}', "logit_bias", "whole number, got 'the'", '"50256": -100'),
     ('{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias", "[-100, 100]", '"50256": -100'),

@@ -94,7 +94,7 @@ GOOD_ROWS = st.builds(
             "stop_token_ids": st.lists(st.integers(0, 9), max_size=3),
             "ignore_eos": st.booleans(),
             "presence_penalty": st.floats(-2, 2),
-            "repetition_penalty": st.floats(0, 100, exclude_min=True),
+            "repetition_penalty": st.floats(0.01, 100),
             "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1).map(str), st.floats(-100, 100), max_size=3),
             "bad_words": st.lists(st.text(min_size=1), max_size=3),
             "metadata": st.dictionaries(st.text(), st.integers() | st.text() | st.floats(0, 1), max_size=3),

@@ -176,7 +176,7 @@ def test_followers_die_with_their_parent(parent: subprocess.Popen[bytes]) -> Non
     ("options", "error", "message"),
     [
         ({"model": "demo", "tp": 3}, InvalidParameterError, "tp: 3 ranks .* valid sizes: 1, 2, 4, 8"),
-        ({"model": "demo", "tp": 0}, InvalidParameterError, "tp: must be at least 1"),
+        ({"model": "demo", "tp": 0}, InvalidParameterError, "tp: must be between 1 and"),
         ({"model": "demo", "tp": 2, "num_pages": 2, "max_seq_len": 64}, InvalidParameterError, "don't fit"),
         ({"model": "/no/such/folder", "tp": 2}, ModelError, "/no/such/folder"),
     ],
