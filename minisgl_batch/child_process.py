@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeAlias, TypeVar
 
@@ -192,7 +193,8 @@ class ChildProcess:
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it may have ended before it read its configuration
+            self._process.stdin.close()
         os.close(self.status_fd)
 
 

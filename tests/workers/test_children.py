@@ -1,11 +1,15 @@
-"""When a process counts as hanging, and which of several failures a group is said to have died of."""
+"""Children of a supervisor: which count as hanging, which failure a group died of, and one that ends at once."""
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
-from minisgl_batch.child_process import ChildBeat, ChildFailed, ChildPlan, ChildReady
+import pytest
+
+from minisgl_batch.child_process import ChildBeat, ChildFailed, ChildPlan, ChildProcess, ChildReady
 from minisgl_batch.errors import RankLostError
 from minisgl_workers.children import Children, _Child
 from tests.workers.toy_child import ToyConfig
@@ -49,4 +53,19 @@ def test_a_child_that_is_ready_has_beaten(tmp_path: Path) -> None:
     child = ChildPlan("rank", "tests.workers.toy_child", ToyConfig("rank", str(tmp_path), "")).start()
     assert isinstance(child.read_status(), ChildBeat)
     assert isinstance(child.read_status(), ChildReady)
+    child.stop(0.0)
+
+
+def test_a_child_that_ends_before_it_got_its_configuration_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def start_and_end(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*args, **options)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_end)
+    child = ChildProcess("rank", "no.such.module", ToyConfig("rank", "", ""))
+    assert child.read_status() is None
+    assert child.describe_end() == "ended with exit code 1"
     child.stop(0.0)
