@@ -232,8 +232,9 @@ class LLM:
                 )
             except RequestError as error:
                 raise RequestError(error.error_type, f"prompt {index}: {error}") from error
-            work.add(resolved.messages(self._next_uid), resolved.prompt_ids.tolist())
-            for request in resolved.messages(self._next_uid):
+            requests = resolved.messages(self._next_uid)
+            work.add(requests, resolved.prompt_ids.tolist())
+            for request in requests:
                 logprobs = LogprobCollector.of(request)
                 self._outputs.add(
                     request.uid,
@@ -242,7 +243,7 @@ class LLM:
                     reasoning=resolved.reasoning,
                     logprobs=logprobs,
                 )
-            self._next_uid += len(resolved.samples)
+            self._next_uid += len(requests)
         self._num_prompts += len(inputs)
         return work
 
