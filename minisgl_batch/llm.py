@@ -37,7 +37,6 @@ from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
     ChatOptions,
     Logprob,
-    LogprobCollector,
     ModelTokenizer,
     OutputEvents,
     OutputProcessor,
@@ -235,14 +234,7 @@ class LLM:
             requests = resolved.messages(self._next_uid)
             work.add(requests, resolved.prompt_ids.tolist())
             for request in requests:
-                logprobs = LogprobCollector.of(request)
-                self._outputs.add(
-                    request.uid,
-                    prompt_tokens=len(resolved.prompt_ids),
-                    stops=resolved.stops,
-                    reasoning=resolved.reasoning,
-                    logprobs=logprobs,
-                )
+                self._outputs.add_request(request, resolved)
             self._next_uid += len(requests)
         self._num_prompts += len(inputs)
         return work

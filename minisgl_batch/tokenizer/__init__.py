@@ -3,7 +3,7 @@
 from minisgl_batch.tokenizer.chat import ChatOptions
 from minisgl_batch.tokenizer.detokenizer import Detokenizer, TextStream
 from minisgl_batch.tokenizer.input import ReasoningRules, ResolvedRequest, StopRules, derive_seed, resolve_request
-from minisgl_batch.tokenizer.logprobs import Logprob, LogprobCollector, Logprobs
+from minisgl_batch.tokenizer.logprobs import Logprob, Logprobs
 from minisgl_batch.tokenizer.output import FinishReason, OutputEvents, OutputProcessor, SampleOutput, TextDelta
 from minisgl_batch.tokenizer.tokenizer import ModelTokenizer, PromptInput, hide_torch
 
@@ -12,7 +12,6 @@ __all__ = [
     "Detokenizer",
     "FinishReason",
     "Logprob",
-    "LogprobCollector",
     "Logprobs",
     "ModelTokenizer",
     "OutputEvents",

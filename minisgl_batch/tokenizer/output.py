@@ -20,6 +20,7 @@ from minisgl_batch.messages import (
     FINISH_LENGTH,
     FINISH_STOP,
     NOT_FINISHED,
+    NewRequest,
     RequestsRefused,
     Scores,
     StepOutput,
@@ -27,7 +28,7 @@ from minisgl_batch.messages import (
 from minisgl_batch.reasoning import Reasoning, ReasoningSplitter
 from minisgl_batch.tokenizer.detokenizer import Detokenizer
 from minisgl_batch.tokenizer.growing import GrowingText
-from minisgl_batch.tokenizer.input import ReasoningRules, StopRules
+from minisgl_batch.tokenizer.input import ReasoningRules, ResolvedRequest, StopRules
 from minisgl_batch.tokenizer.logprobs import LogprobCollector, Logprobs, prompt_scores, sampled_scores
 
 FinishReason = Literal["stop", "length", "timeout", "repetition", "abort", "error"]
@@ -132,6 +133,16 @@ class OutputProcessor:
         if stops.strings:
             state.start_text(self._detokenizer)
         self._live[uid] = state
+
+    def add_request(self, request: NewRequest, resolved: ResolvedRequest) -> None:
+        """`add` for one of a resolved prompt's requests."""
+        self.add(
+            request.uid,
+            prompt_tokens=len(resolved.prompt_ids),
+            stops=resolved.stops,
+            reasoning=resolved.reasoning,
+            logprobs=LogprobCollector.of(request),
+        )
 
     def process(self, step: StepOutput, now_s: float) -> OutputEvents:
         """Take one step's tokens; those of requests that have ended come late and are ignored.

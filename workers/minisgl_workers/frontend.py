@@ -32,7 +32,6 @@ from minisgl_batch.messages import (
 )
 from minisgl_batch.tokenizer import (
     ChatOptions,
-    LogprobCollector,
     ModelTokenizer,
     OutputEvents,
     OutputProcessor,
@@ -225,14 +224,7 @@ class Frontend:
             self._next_uid += len(messages)
             for sample_index in work.missing_samples(row):
                 request = messages[sample_index]
-                logprobs = LogprobCollector.of(request)
-                self._outputs.add(
-                    request.uid,
-                    prompt_tokens=len(resolved.prompt_ids),
-                    stops=resolved.stops,
-                    reasoning=resolved.reasoning,
-                    logprobs=logprobs,
-                )
+                self._outputs.add_request(request, resolved)
                 self._running[request.uid] = RunningSample(
                     request.uid, work, row, sample_index, request.sampling.seed, started_at
                 )
