@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import reference_sampling
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import jit, tl
 
@@ -62,7 +62,7 @@ def adjust_logits(logits: torch.Tensor, rows: AdjustedRows, vocab_start: int = 0
         (num_rows, size) float32, contiguous; the argument stays as it is.
     """
     if not support.runs_kernels(logits):
-        return reference.adjust_logits(logits, rows, vocab_start)
+        return reference_sampling.adjust_logits(logits, rows, vocab_start)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).copy_(logits)
     counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     num_rows, size = logits.shape
@@ -153,13 +153,10 @@ def _count_kernel(
         start = tl.where(repeats, 0, first_output) + split * num_lanes
         while start < end:
             position = start + tl.arange(0, num_lanes)
-            token = tl.load(token_pool + slot * pool_stride + position, mask=position < end, other=-1)
-            column = token - vocab_start
-            counted = (token >= 0) & (column >= 0) & (column < size)
-            places = counts + row.to(tl.int64) * size + column
+            place, counted = _columns(token_pool + slot * pool_stride, position, end, row, size, vocab_start)
             ones = tl.full((num_lanes,), 1, tl.int32)
-            tl.atomic_add(places, ones, mask=counted & (position >= first_output))
-            tl.atomic_or(places, ones * mark, mask=counted & (position < first_output))
+            tl.atomic_add(counts + place, ones, mask=counted & (position >= first_output))
+            tl.atomic_or(counts + place, ones * mark, mask=counted & (position < first_output))
             start += tl.num_programs(0) * num_lanes
 
 
@@ -191,10 +188,7 @@ def _penalty_kernel(
         start = tl.where(repeats, 0, tl.load(num_prompt + slot).to(tl.int32)) + split * num_lanes
         while start < end:
             position = start + tl.arange(0, num_lanes)
-            token = tl.load(token_pool + slot * pool_stride + position, mask=position < end, other=-1)
-            column = token - vocab_start
-            counted = (token >= 0) & (column >= 0) & (column < size)
-            place = row.to(tl.int64) * size + column
+            place, counted = _columns(token_pool + slot * pool_stride, position, end, row, size, vocab_start)
             found = tl.atomic_xchg(counts + place, tl.zeros((num_lanes,), tl.int32), mask=counted)
             taken = counted & (found != 0)
             logit = tl.load(out + place, mask=taken, other=0.0)
@@ -203,3 +197,13 @@ def _penalty_kernel(
             logit = tl.where(number > 0.0, logit - (number * frequency + presence), logit)
             tl.store(out + place, logit, mask=taken)
             start += tl.num_programs(0) * num_lanes
+
+
+@jit
+def _columns(
+    text: tl.tensor, position: tl.tensor, end: tl.tensor, row: tl.tensor, size: tl.tensor, vocab_start: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where the tokens at these positions are in the row of logits, and which of them are in this rank's vocabulary."""
+    token = tl.load(text + position, mask=position < end, other=-1)
+    column = token - vocab_start
+    return row.to(tl.int64) * size + column, (token >= 0) & (column >= 0) & (column < size)

@@ -24,7 +24,9 @@ from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp", "-fPIC", "-shared"]
+# Not -ffast-math: a library linked with it flushes subnormal numbers to zero in the whole process that loads it.
+_FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math"]
+_FLAGS = ["-std=c++17", "-O3", "-march=native", *_FAST_MATH, "-fopenmp", "-fPIC", "-shared"]
 _BUILD_TIMEOUT_S = 120
 
 

@@ -1,8 +1,8 @@
 """The layer kernels in CUDA C++, compiled at first use for the GPU at hand, through apache-tvm-ffi.
 
-But for `paged_decode` they do what the Triton kernels of the same names do, and a launch takes the host a third of the
-time, which counts in steps that no CUDA graph holds. For Hopper; elsewhere, and where nvcc, ninja or tvm-ffi is
-missing, Triton's run.
+But for `paged_decode` and `widen_pages` they do what the Triton kernels of the same names do, and a launch takes the
+host a third of the time, which counts in steps that no CUDA graph holds. For Hopper; elsewhere, and where nvcc, ninja
+or tvm-ffi is missing, Triton's run.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ _DTYPES = (torch.bfloat16, torch.float16)
 class LayerKernels(NamedTuple):
     """Each writes to tensors that its caller allocates; rows start at multiples of 16 bytes."""
 
+    activate_fp8: Callable[..., None]
     add_rms_norm: Callable[..., None]
+    add_rms_norm_fp8: Callable[..., None]
     norm_rope_store: Callable[..., None]
     paged_decode: Callable[..., None]
     silu_and_mul: Callable[..., None]
+    widen_pages: Callable[..., None]
 
 
 def layer_kernels(x: torch.Tensor) -> LayerKernels | None:
@@ -71,10 +74,12 @@ def build_library(library: str, names: tuple[str, ...]) -> str:
         RuntimeError: the compiler is missing or failed.
     """
     tvm_ffi_cpp = import_module("tvm_ffi.cpp")
+    architecture = os.environ.get("TVM_FFI_CUDA_ARCH_LIST") or _architecture()
+    os.environ["TVM_FFI_CUDA_ARCH_LIST"] = architecture
     with as_file(files("minisgl_kernels") / "csrc") as folder:
         sources = [folder / f"{name}.cu" for name in names]
         headers = sorted(folder.glob("*.cuh"))
-        text = b"".join(path.read_bytes() for path in sources + headers) + _architectures().encode()
+        text = b"".join(path.read_bytes() for path in sources + headers) + architecture.encode()
         built = cpp.cache_dir() / f"{library}-{hashlib.sha256(text).hexdigest()[:16]}.so"
         if built.exists():
             return str(built)
@@ -92,6 +97,7 @@ def build_library(library: str, names: tuple[str, ...]) -> str:
     return str(built)
 
 
-def _architectures() -> str:
-    """What tvm-ffi compiles for."""
-    return os.environ.get("TVM_FFI_CUDA_ARCH_LIST") or str(torch.cuda.get_device_capability())
+def _architecture() -> str:
+    """This GPU's, with what is Hopper's alone, for which tvm-ffi wouldn't compile by itself."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}.{minor}{'a' if major == 9 else ''}"

@@ -2,21 +2,32 @@
 
 The tokens are sorted by expert into blocks of rows (`moe_routing`). Two grouped matrix products follow, a program per
 block and tile of columns: the first one's rows are gathered and activated, the second one's stay in the order of the
-experts; and a sum that gathers each token's rows.
+experts; and a sum that gathers each token's rows. With many rows per expert the products are `grouped_product`'s.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from minisgl_kernels import reference_moe
+from minisgl_kernels import grouped_product, reference_moe
 from minisgl_kernels import triton_support as support
+from minisgl_kernels.matmul import keeps_order
 from minisgl_kernels.moe_routing import Routing, max_parts, route
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
 _SUM_BLOCK = 1024  # columns of a program of the sum
+_FEW_ROWS = 40  # of an expert: until so many reading weights takes the time, and the tensor cores beyond
+_MANY_ROWS = 160  # between 128, where the product in CUDA C++ is slower on an H200, and 256, where it is faster
+
+
+class ClampedSwiglu(NamedTuple):
+    """An activation: gate * sigmoid(alpha * gate) * (up + 1), of gates up to `limit` and ups between both limits."""
+
+    alpha: float
+    limit: float
 
 
 class Cut(NamedTuple):
@@ -66,13 +77,22 @@ def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tile:
         return _alike(16, 1, Cut(64, 128, group=1, num_warps=4, num_stages=4))
     if rows <= 20:
         return _alike(32, 1, Cut(64, 128, group=1, num_warps=4, num_stages=4))
-    if rows <= 40:
+    if rows <= _FEW_ROWS:
         return _alike(64, 1, Cut(128, 64, group=4, num_warps=4, num_stages=4))
     return _alike(64, 3, Cut(256, 64, group=8, num_warps=8, num_stages=4))
 
 
 def _alike(unit: int, units: int, cut: Cut) -> Tile:
     return Tile(unit, units, first=cut, second=cut)
+
+
+def runs_clusters(x: torch.Tensor, num_pairs: int, num_experts: int, width: int) -> bool:
+    """Whether the matrix products are `grouped_product`'s: for many rows per expert, on a Hopper GPU.
+
+    Its last bits are others than Triton's, so not where a row mustn't depend on how many there are.
+    """
+    many = num_pairs > _MANY_ROWS * num_experts and not keeps_order()
+    return many and grouped_product.can_run(x, x.shape[1], width)
 
 
 def max_rows(num_tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> int:
@@ -89,6 +109,9 @@ def fused_moe(
     top_k: int,
     *,
     renormalize: bool,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: ClampedSwiglu | None = None,
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
@@ -104,6 +127,9 @@ def fused_moe(
         down: (num_experts, hidden_size, width), likewise.
         top_k: how many experts a token goes through.
         renormalize: scale each token's weights to a sum of 1.
+        gate_up_bias: (num_experts, 2 * width), in the order of `gate_up`, x's dtype, contiguous.
+        down_bias: (num_experts, hidden_size), likewise.
+        activation: in the place of silu(gate) * up.
         out: where to put the result, contiguous.
         tile: None: what `tile_for` says.
 
@@ -111,18 +137,34 @@ def fused_moe(
         `out`, or a new tensor: x's shape and dtype.
     """
     if not support.runs_kernels(x):
-        result = reference_moe.fused_moe(x, router_logits, gate_up, down, top_k, renormalize=renormalize)
+        result = reference_moe.fused_moe(
+            x,
+            router_logits,
+            gate_up,
+            down,
+            top_k,
+            renormalize=renormalize,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            activation=activation,
+        )
         return result if out is None else out.copy_(result)
     out = torch.empty_like(x) if out is None else out
     (num_tokens, hidden_size), (num_experts, _, width) = x.shape, down.shape
     if not num_tokens:
         return out
-    tile = tile or tile_for(num_tokens * top_k, num_experts, x.dtype)
-    routing = route(router_logits, top_k, renormalize=renormalize, unit=tile.unit, units=tile.units)
+    if tile is None and runs_clusters(x, num_tokens * top_k, num_experts, width):
+        first = second = grouped_product.grouped_product
+        unit, units = grouped_product.UNIT, grouped_product.UNITS
+    else:
+        tile = tile or tile_for(num_tokens * top_k, num_experts, x.dtype)
+        first, second = partial(_launch_product, tile, tile.first), partial(_launch_product, tile, tile.second)
+        unit, units = tile.unit, tile.units
+    routing = route(router_logits, top_k, renormalize=renormalize, unit=unit, units=units)
     hidden = torch.empty((routing.max_rows, width), dtype=x.dtype, device=x.device)
     rows = torch.empty((routing.max_rows, hidden_size), dtype=x.dtype, device=x.device)
-    _launch_product(x, gate_up, hidden, routing, tile, tile.first, is_first=True)
-    _launch_product(hidden, down, rows, routing, tile, tile.second, is_first=False)
+    first(x, gate_up, gate_up_bias, hidden, routing, activation, is_first=True)
+    second(hidden, down, down_bias, rows, routing, None, is_first=False)
     pdl = support.uses_pdl(x)
     num_blocks = -(-hidden_size // _SUM_BLOCK)
     _sum_kernel[(num_tokens * num_blocks,)](
@@ -134,7 +176,7 @@ def fused_moe(
         out,
         size=hidden_size,
         top_k=top_k,
-        unit=tile.unit,
+        unit=unit,
         block=_SUM_BLOCK,
         num_blocks=num_blocks,
         pdl=pdl,
@@ -145,14 +187,25 @@ def fused_moe(
 
 
 def _launch_product(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, routing: Routing, tile: Tile, cut: Cut, *, is_first: bool
+    tile: Tile,
+    cut: Cut,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    routing: Routing,
+    activation: ClampedSwiglu | None,
+    *,
+    is_first: bool,
 ) -> None:
     _, size_n, size_k = weight.shape
     num_blocks = -(-routing.max_blocks // cut.group) * cut.group
+    alpha, limit = activation or (0.0, 0.0)
     pdl = support.uses_pdl(x)
     _product_kernel[(num_blocks * -(-size_n // cut.columns),)](
         x,
         weight,
+        bias,
         out,
         routing.members,
         routing.blocks,
@@ -167,6 +220,8 @@ def _launch_product(
         even=size_k % cut.depth == 0,
         group=cut.group,
         is_first=is_first,
+        alpha=alpha,
+        limit=limit,
         pdl=pdl,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
@@ -178,6 +233,7 @@ def _launch_product(
 def _product_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     members: tl.tensor,
     blocks: tl.tensor,
@@ -192,9 +248,11 @@ def _product_kernel(
     even: tl.constexpr,
     group: tl.constexpr,
     is_first: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    """One program per block of rows and tile of columns: out = x @ weight[expert].T, activated if `is_first`.
+    """One program per block of rows and tile of columns: out = x @ weight[expert].T + bias, activated if `is_first`.
 
     The depth isn't a constant, for a loop that is known to be short would be unrolled, and take long to compile.
     """
@@ -213,6 +271,8 @@ def _product_kernel(
     first_row = tl.load(blocks + 3 * block_stride + block).to(tl.int64)
     members += expert * member_stride + tl.load(blocks + 2 * block_stride + block)
     weight += expert * (size_n * size_k)
+    if bias is not None:
+        bias += expert * size_n
     if is_first:
         out += first_row * (size_n // 2)
     else:
@@ -220,17 +280,72 @@ def _product_kernel(
         x += first_row * size_k
     two: tl.constexpr = 2 * unit
     if units == 1 or num_rows <= unit:
-        _product(x, weight, out, members, num_rows, column, size_k, size_n, unit, 0, block_n, block_k, even, is_first)
+        _product(
+            x,
+            weight,
+            bias,
+            out,
+            members,
+            num_rows,
+            column,
+            size_k,
+            size_n,
+            unit,
+            0,
+            block_n,
+            block_k,
+            even,
+            is_first,
+            alpha,
+            limit,
+        )
     elif units == 2 or num_rows <= two:
-        _product(x, weight, out, members, num_rows, column, size_k, size_n, two, 0, block_n, block_k, even, is_first)
+        _product(
+            x,
+            weight,
+            bias,
+            out,
+            members,
+            num_rows,
+            column,
+            size_k,
+            size_n,
+            two,
+            0,
+            block_n,
+            block_k,
+            even,
+            is_first,
+            alpha,
+            limit,
+        )
     else:
-        _product(x, weight, out, members, num_rows, column, size_k, size_n, two, unit, block_n, block_k, even, is_first)
+        _product(
+            x,
+            weight,
+            bias,
+            out,
+            members,
+            num_rows,
+            column,
+            size_k,
+            size_n,
+            two,
+            unit,
+            block_n,
+            block_k,
+            even,
+            is_first,
+            alpha,
+            limit,
+        )
 
 
 @jit
 def _product(
     x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor | None,
     out: tl.tensor,
     members: tl.tensor,
     num_rows: tl.tensor,
@@ -243,6 +358,8 @@ def _product(
     block_k: tl.constexpr,
     even: tl.constexpr,
     is_first: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
 ) -> None:
     """The first `num_rows` rows of a tile from `column` on. Rows beyond are neither read nor written.
 
@@ -279,9 +396,9 @@ def _product(
             more_places += block_k
         places += block_k
         w_places += block_k
-    _store(out, acc, rows, num_rows, column, size_n, is_first)
+    _store(out, acc, bias, rows, num_rows, column, size_n, is_first, alpha, limit)
     if more_m:
-        _store(out, more_acc, more_rows, num_rows, column, size_n, is_first)
+        _store(out, more_acc, bias, more_rows, num_rows, column, size_n, is_first, alpha, limit)
 
 
 @jit
@@ -305,18 +422,28 @@ def _row_places(
 def _store(
     out: tl.tensor,
     acc: tl.tensor,
+    bias: tl.tensor | None,
     rows: tl.tensor,
     num_rows: tl.tensor,
     column: tl.tensor,
     size_n: tl.constexpr,
     is_first: tl.constexpr,
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
 ) -> None:
-    """Activate if `is_first`, round and write."""
+    """Add the bias, activate if `is_first` (see `ClampedSwiglu`; `alpha` 0: silu(gate) * up), round and write."""
     width: tl.constexpr = size_n
+    if bias is not None:
+        places = column + tl.arange(0, acc.shape[1])
+        acc += tl.load(bias + places, mask=places < size_n, other=0.0).to(tl.float32)[None, :]
     if is_first:
         # Neighbours in a row of the result are gate and up: one thread holds both.
         gate, up = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        if alpha == 0.0:
+            acc = gate / (1.0 + tl.exp(-gate)) * up
+        else:
+            gate, up = tl.minimum(gate, limit), tl.clamp(up, -limit, limit)
+            acc = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
         column, width = column // 2, size_n // 2
     columns = column + tl.arange(0, acc.shape[1])
     places = out + rows[:, None] * width + columns[None, :]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import cycle, islice
+from typing import Protocol, TypeAlias, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ import torch.nn.functional as F
 from minisgl_kernels import cpp, cublaslt
 from minisgl_kernels.algorithm_file import AlgorithmFile
 from minisgl_kernels.cublaslt import CublasLtError, Product
+from minisgl_kernels.fp8 import Fp8Matrix
+from minisgl_kernels.fp8_product import Fp8Product
+from minisgl_kernels.quantize_fp8 import quantize
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +34,18 @@ _MAX_CALLS = 32
 _REPLAYS = 5
 
 
-def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T, by the algorithm that the active `Algorithms` hold for it, or by torch's own.
+Operand: TypeAlias = torch.Tensor | Fp8Matrix
+"""A matrix; one in FP8 has a scale per row."""
+_Matrix = TypeVar("_Matrix", torch.Tensor, Operand)
+
+
+def matmul(x: Operand, weight: Operand, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T, by what the active `Products` have for it, or by torch's own algorithm.
 
     Args:
         x: (num_rows, in_features).
         weight: (out_features, in_features), of the same type.
-        out: where to put the product.
+        out: where to put the product, of x's dtype.
 
     Returns:
         (num_rows, out_features); `out` if it is given.
@@ -45,7 +54,47 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = Non
     product = None if algorithms is None else algorithms.matmul(x, weight, out)
     if product is not None:
         return product
-    return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+    if out is None and isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
+        return F.linear(x, weight)
+    return _by_torch(x, weight, _room(x, weight) if out is None else out)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`matmul` plus a bias, (out_features,), with which torch's own product is made; `out` is for products without."""
+    if bias is None:
+        return matmul(x, weight, out)
+    return matmul(x, weight).add_(bias) if keeps_order() else F.linear(x, weight, bias)
+
+
+def keeps_order() -> bool:
+    """Whether rows must not depend on each other's number and places, in this thread: see `fixed_order`."""
+    products = _active.get()
+    return products is not None and products.keeps_order
+
+
+class Products(Protocol):
+    """What can be active: some way to multiply.
+
+    Attributes:
+        keeps_order: all products go this way, and what else is computed should keep the order of its sums, too.
+    """
+
+    keeps_order: bool
+
+    def matmul(self, x: Operand, weight: Operand, out: torch.Tensor | None) -> torch.Tensor | None:
+        """As the function; None where torch shall do it."""
+
+
+@contextmanager
+def activate(products: Products) -> Iterator[None]:
+    """`matmul` asks them first, in this thread."""
+    token = _active.set(products)
+    try:
+        yield
+    finally:
+        _active.reset(token)
 
 
 class Algorithms:
@@ -54,9 +103,11 @@ class Algorithms:
     CUDA graphs that are captured meanwhile use its workspace, so it has to live as long as they do.
     """
 
+    keeps_order = False
+
     def __init__(self, device: torch.device) -> None:
         self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._chosen: dict[tuple[object, ...], tuple[Product, bytes]] = {}
+        self._chosen: dict[tuple[object, ...], tuple[Product | Fp8Product, bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -64,15 +115,12 @@ class Algorithms:
     @contextmanager
     def active(self) -> Iterator[None]:
         """`matmul` uses them, in this thread."""
-        token = _active.set(self)
-        try:
+        with activate(self):
             yield
-        finally:
-            _active.reset(token)
 
-    def add(self, weight: torch.Tensor, num_rows: int, algorithm: bytes) -> None:
+    def add(self, weight: Operand, num_rows: int, algorithm: bytes) -> None:
         """Run products of this shape by the algorithm, if it does so many rows."""
-        product, (x, out) = _product(weight, num_rows), _operands(weight, num_rows)
+        product, (x, out) = product_of(weight, num_rows), _operands(weight, num_rows)
         try:
             product.check(algorithm, _WORKSPACE_BYTES)
             product.run(algorithm, x, weight, out, self.workspace)
@@ -81,23 +129,24 @@ class Algorithms:
         else:
             self._chosen[_key(x, weight)] = product, algorithm
 
-    def matmul(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+    def matmul(self, x: Operand, weight: Operand, out: torch.Tensor | None) -> torch.Tensor | None:
         """The product; None where it is torch's."""
         chosen = self._chosen.get(_key(x, weight))
         if chosen is None:
             return None
-        out = x.new_empty((len(x), len(weight))) if out is None else out
-        if not all(t.is_contiguous() and t.data_ptr() % cublaslt.ALIGNMENT_BYTES == 0 for t in (x, weight, out)):
+        out = _room(x, weight) if out is None else out
+        tensors = _values(x), _values(weight), out
+        if not all(t.is_contiguous() and t.data_ptr() % cublaslt.ALIGNMENT_BYTES == 0 for t in tensors):
             return None
         product, algorithm = chosen
         product.run(algorithm, x, weight, out, self.workspace)
         return out
 
 
-_active: ContextVar[Algorithms | None] = ContextVar("algorithms", default=None)
+_active: ContextVar[Products | None] = ContextVar("algorithms", default=None)
 
 
-def tune(weights: Iterable[torch.Tensor], sizes: Sequence[int], device: torch.device) -> Algorithms:
+def tune(weights: Iterable[Operand], sizes: Sequence[int], device: torch.device) -> Algorithms:
     """Choose algorithms for the products of decode steps.
 
     Some numbers of rows are timed, where the cache's file doesn't know them; a size runs by the algorithm of the next
@@ -110,7 +159,7 @@ def tune(weights: Iterable[torch.Tensor], sizes: Sequence[int], device: torch.de
     """
     started = time.perf_counter()
     algorithms = Algorithms(device)
-    groups = _by_shape(weights)
+    groups = by_shape(weights)
     if not groups:
         return algorithms
     try:
@@ -128,31 +177,31 @@ def tune(weights: Iterable[torch.Tensor], sizes: Sequence[int], device: torch.de
     return algorithms
 
 
-def _tune(algorithms: Algorithms, groups: list[list[torch.Tensor]], sizes: Sequence[int]) -> int:
+def _tune(algorithms: Algorithms, groups: list[list[Operand]], sizes: Sequence[int]) -> int:
     """Returns how many products were timed."""
     file = AlgorithmFile(cpp.cache_dir() / "matmul.json", cublaslt.ALGORITHM_BYTES)
     known, new = file.read(), {}
     rows_of = tuned_rows(sizes)
-    machine = f"cuBLASLt {cublaslt.version()}, {torch.cuda.get_device_name(algorithms.workspace.device)}"
-
-    def name(weight: torch.Tensor, num_rows: int) -> str:
-        """What a choice depends on."""
-        dtype = str(weight.dtype).removeprefix("torch.")
-        return f"{machine}, {dtype}, {num_rows} x {weight.shape[0]} x {weight.shape[1]}"
-
     for weights in groups:
         for num_rows in sorted(set(rows_of.values())):
-            key = name(weights[0], num_rows)
+            key = describe(weights[0], num_rows)
             if key not in known:
                 new[key] = _fastest(weights, num_rows, algorithms.workspace)
     if new:
         known = file.add(new)
     for weights in groups:
         for size in sizes:
-            algorithm = known[name(weights[0], rows_of[size])]
+            algorithm = known[describe(weights[0], rows_of[size])]
             if algorithm is not None:
                 algorithms.add(weights[0], size, algorithm)
     return len(new)
+
+
+def describe(weight: Operand, num_rows: int) -> str:
+    """What an algorithm depends on: the machine and the product."""
+    machine = f"cuBLASLt {cublaslt.version()}, {torch.cuda.get_device_name(_values(weight).device)}"
+    dtype = str(weight.dtype).removeprefix("torch.") + (" of FP8" if isinstance(weight, Fp8Matrix) else "")
+    return f"{machine}, {dtype}, {num_rows} x {weight.shape[0]} x {weight.shape[1]}"
 
 
 def tuned_rows(sizes: Sequence[int]) -> dict[int, int]:
@@ -161,30 +210,32 @@ def tuned_rows(sizes: Sequence[int]) -> dict[int, int]:
     return {size: min(step for step in steps if step >= size) for size in sizes}
 
 
-def _by_shape(weights: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def by_shape(weights: Iterable[_Matrix]) -> list[list[_Matrix]]:
     """Those that cuBLASLt has fast algorithms for; it needs rows of 16 bytes for them."""
-    groups = defaultdict(list)
+    groups: dict[object, list[_Matrix]] = defaultdict(list)
     for weight in weights:
-        if weight.dtype in cublaslt.DTYPES and weight.is_contiguous() and not any(size % 8 for size in weight.shape):
-            groups[weight.dtype, weight.shape].append(weight)
+        values = _values(weight)
+        unit = 16 // values.itemsize
+        if weight.dtype in cublaslt.DTYPES and values.is_contiguous() and not any(s % unit for s in weight.shape):
+            groups[values.dtype, weight.dtype, weight.shape].append(weight)
     return list(groups.values())
 
 
-def _fastest(weights: Sequence[torch.Tensor], num_rows: int, workspace: torch.Tensor) -> bytes | None:
+def _fastest(weights: Sequence[Operand], num_rows: int, workspace: torch.Tensor) -> bytes | None:
     """The algorithm for x of so many rows and weights of one shape; None: torch's own."""
-    product, (x, out) = _product(weights[0], num_rows), _operands(weights[0], num_rows)
+    product, (x, out) = product_of(weights[0], num_rows), _operands(weights[0], num_rows)
 
     def time_torch() -> float:
-        return _time_us(lambda weight: torch.mm(x, weight.t(), out=out), weights)
+        return time_us(lambda weight: _by_torch(x, weight, out), weights)
 
     torch_us, candidates = time_torch(), {}
     for algorithm in product.candidates(_WORKSPACE_BYTES):
 
-        def run(weight: torch.Tensor, algorithm: bytes = algorithm) -> None:
+        def run(weight: Operand, algorithm: bytes = algorithm) -> None:
             product.run(algorithm, x, weight, out, workspace)
 
         try:
-            candidates[algorithm] = _time_us(run, weights)
+            candidates[algorithm] = time_us(run, weights)
         except CublasLtError as error:
             logger.info("an algorithm for %d x %d x %d: %s", num_rows, *weights[0].shape, error)
     return _pick(min(torch_us, time_torch()), candidates)  # twice, since GPUs are slower at first
@@ -196,13 +247,13 @@ def _pick(torch_us: float, candidates: Mapping[bytes, float]) -> bytes | None:
     return best if best is not None and candidates[best] * _MIN_GAIN <= torch_us else None
 
 
-def _time_us(run: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:
+def time_us(run: Callable[[_Matrix], object], weights: Sequence[_Matrix]) -> float:
     """GPU time of one call, from replays of a CUDA graph: the host launches more slowly than small products run.
 
     Weights take turns, so that they come from memory as in a step, and not from the L2 cache.
     """
     run(weights[0])  # outside first: libraries allocate and load kernels
-    num_calls = max(1, min(_MAX_CALLS, _ROTATED_BYTES // weights[0].nbytes))
+    num_calls = max(1, min(_MAX_CALLS, _ROTATED_BYTES // _values(weights[0]).nbytes))
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()
     try:
@@ -221,16 +272,42 @@ def _time_us(run: Callable[[torch.Tensor], object], weights: Sequence[torch.Tens
     return min(times) * 1e3 / num_calls
 
 
-def _product(weight: torch.Tensor, num_rows: int) -> Product:
+@overload
+def product_of(weight: torch.Tensor, num_rows: int) -> Product: ...
+@overload
+def product_of(weight: Operand, num_rows: int) -> Product | Fp8Product: ...
+def product_of(weight: Operand, num_rows: int) -> Product | Fp8Product:
+    """x @ weight.T for x of so many rows."""
+    if isinstance(weight, Fp8Matrix):
+        return Fp8Product(num_rows, weight)
     return Product(num_rows, weight.shape[0], weight.shape[1], weight.dtype, weight.device)
 
 
-def _operands(weight: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _operands(weight: Operand, num_rows: int) -> tuple[Operand, torch.Tensor]:
     """A random x, and memory for the product."""
-    generator = torch.Generator(weight.device).manual_seed(0)  # of its own: nobody else's numbers change
-    x = torch.randn((num_rows, weight.shape[1]), generator=generator, dtype=weight.dtype, device=weight.device)
-    return x, x.new_empty((num_rows, len(weight)))
+    device = _values(weight).device
+    generator = torch.Generator(device).manual_seed(0)  # of its own: nobody else's numbers change
+    numbers = torch.randn((num_rows, weight.shape[1]), generator=generator, dtype=weight.dtype, device=device)
+    x = quantize(numbers, grouped=False) if isinstance(weight, Fp8Matrix) else numbers
+    return x, _room(x, weight)
 
 
-def _key(x: torch.Tensor, weight: torch.Tensor) -> tuple[object, ...]:
-    return x.dtype, x.shape, weight.dtype, weight.shape
+def _by_torch(x: Operand, weight: Operand, out: torch.Tensor) -> torch.Tensor:
+    if isinstance(x, torch.Tensor) or isinstance(weight, torch.Tensor):
+        return torch.mm(_values(x), _values(weight).t(), out=out)
+    scales = x.scales, weight.scales.t()
+    # Fewer bits in sums than float32's: what that loses is less than a tenth of what FP8 loses, and it's faster.
+    return torch._scaled_mm(x.values, weight.values.t(), *scales, out_dtype=out.dtype, use_fast_accum=True, out=out)
+
+
+def _room(x: Operand, weight: Operand) -> torch.Tensor:
+    """Memory for the product."""
+    return torch.empty((len(x), len(weight)), dtype=x.dtype, device=_values(x).device)
+
+
+def _values(matrix: Operand) -> torch.Tensor:
+    return matrix if isinstance(matrix, torch.Tensor) else matrix.values
+
+
+def _key(x: Operand, weight: Operand) -> tuple[object, ...]:
+    return _values(x).dtype, x.dtype, x.shape, weight.dtype, weight.shape

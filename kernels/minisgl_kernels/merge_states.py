@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import reference_attention
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
@@ -41,7 +41,7 @@ def merge_states(
     if out is None:
         out = torch.empty_like(out_a)
     if not support.runs_kernels(out_a):
-        return out.copy_(reference.merge_states(out_a, lse_a, out_b, lse_b, lse_a_is_log2, lse_b_is_log2))
+        return out.copy_(reference_attention.merge_states(out_a, lse_a, out_b, lse_b, lse_a_is_log2, lse_b_is_log2))
     num_tokens, num_heads, head_dim = out_a.shape
     if num_tokens:
         block_heads, block_dims = 8, support.next_power_of_2(head_dim)

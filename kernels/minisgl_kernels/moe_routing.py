@@ -31,6 +31,7 @@ class Routing(NamedTuple):
         starts: (num_experts,) int32, each expert's first unit.
         blocks: (4, max_blocks or more) int32: how many tokens each block has, 0 for those that nobody uses; whose it
             is; its first token's rank, and its first row. The number of columns is a multiple of 16.
+        num_blocks: (1,) int32.
         max_blocks: how many blocks there may be.
         max_rows: how many rows there may be.
     """
@@ -42,6 +43,7 @@ class Routing(NamedTuple):
     members: torch.Tensor
     starts: torch.Tensor
     blocks: torch.Tensor
+    num_blocks: torch.Tensor
     max_blocks: int
     max_rows: int
 
@@ -71,7 +73,8 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, unit: i
     num_pairs = num_tokens * top_k
     max_blocks = max_parts(num_pairs, num_experts, unit * units)
     num_columns = _aligned(max_blocks)
-    zeros = torch.zeros(_aligned(num_experts + 1) + 4 * num_columns, dtype=torch.int32, device=device)
+    num_counts = _aligned(num_experts + 2)  # besides those of experts, of programs that have ended and of blocks
+    zeros = torch.zeros(num_counts + 4 * num_columns, dtype=torch.int32, device=device)
     routing = Routing(
         ids=numbers(num_tokens, top_k),
         weights=torch.empty((num_tokens, top_k), dtype=torch.float32, device=device),
@@ -79,7 +82,8 @@ def route(router_logits: torch.Tensor, top_k: int, *, renormalize: bool, unit: i
         counts=zeros[:num_experts],
         members=numbers(num_experts, _aligned(num_tokens)),
         starts=numbers(num_experts),
-        blocks=zeros[_aligned(num_experts + 1) :].view(4, num_columns),
+        blocks=zeros[num_counts:].view(4, num_columns),
+        num_blocks=zeros[num_experts + 1 : num_experts + 2],
         max_blocks=max_blocks,
         max_rows=max_parts(num_pairs, num_experts, unit) * unit,
     )
@@ -142,7 +146,7 @@ def _kernel(
 ) -> None:
     """One program per `block_tokens` tokens; the one that comes last cuts the experts' rows into blocks.
 
-    Ranks come from counting atomically. Behind the experts' counts is that of the programs.
+    Ranks come from counting atomically. Behind the experts' counts are that of the programs and that of the blocks.
     """
     tokens = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)[:, None]
     experts = tl.arange(0, block_experts)[None, :]
@@ -201,6 +205,7 @@ def _cut(
     start = tl.cumsum(num_units, axis=0) - num_units
     tl.store(starts + experts, start, mask=experts < num_experts)
     first_block = tl.cumsum(num_blocks, axis=0) - num_blocks
+    tl.store(counts + num_experts + 1, tl.sum(num_blocks, axis=0))
     for i in range(tl.max(num_blocks, axis=0)):
         used = i < num_blocks
         low, high = (i * num_units // tl.maximum(num_blocks, 1), (i + 1) * num_units // tl.maximum(num_blocks, 1))

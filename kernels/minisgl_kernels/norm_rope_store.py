@@ -9,6 +9,7 @@ import torch
 
 from minisgl_kernels import cuda, reference
 from minisgl_kernels import triton_support as support
+from minisgl_kernels.e4m3 import E4M3, E4M3_MAX, UNSCALED
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
 _CUDA_HEAD_DIMS = (64, 128, 256)
@@ -22,6 +23,7 @@ def norm_rope_store(
     out_loc: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
+    scales: tuple[float, float] = UNSCALED,
 ) -> torch.Tensor:
     """Normalise and rotate each head's query and key, and write keys and values into one layer of the pool.
 
@@ -36,13 +38,15 @@ def norm_rope_store(
         rope: (num_tokens, 2, head_dim), contiguous, qkv's dtype: the cosines of the token's head_dim / 2 angles, twice,
             and their sines, first negated and then as they are. Dimension i turns together with i + head_dim / 2.
         out_loc: (num_tokens,) int32, page * page_size + offset. Padding tokens share the dummy's location.
-        k_pool, v_pool: (num_pages, page_size, num_kv_heads, head_dim), contiguous, qkv's dtype.
+        k_pool, v_pool: (num_pages, page_size, num_kv_heads, head_dim), contiguous, qkv's dtype or e4m3, to which the
+            rounded keys and values are rounded.
+        scales: of keys and of values, in e4m3.
 
     Returns:
         (num_tokens, num_heads, head_dim): the queries. Contiguous from a kernel, and within each token from the twin.
     """
     if not support.runs_kernels(qkv):
-        return reference.norm_rope_store(qkv, norms, eps, rope, out_loc, k_pool, v_pool)
+        return reference.norm_rope_store(qkv, norms, eps, rope, out_loc, k_pool, v_pool, scales)
     num_tokens, width = qkv.shape
     num_kv_heads, head_dim = k_pool.shape[2:]
     num_heads = width // head_dim - 2 * num_kv_heads
@@ -53,8 +57,9 @@ def norm_rope_store(
     tensors = (qkv, q_norm, k_norm, rope, out_loc, q, k_pool, v_pool)
     fits = head_dim in _CUDA_HEAD_DIMS and qkv.stride(0) % 8 == 0 and q_norm.dtype == qkv.dtype
     kernels = cuda.layer_kernels(qkv) if fits else None
+    inverse_scales = 1.0 / scales[0], 1.0 / scales[1]
     if kernels is not None:
-        kernels.norm_rope_store(*tensors, eps, norms is not None)
+        kernels.norm_rope_store(*tensors, eps, norms is not None, *inverse_scales)
         return q
     block_heads = 8 if num_kv_heads >= 8 else 4
     block_half = support.next_power_of_2(head_dim // 2)
@@ -64,12 +69,15 @@ def norm_rope_store(
         *tensors,
         qkv.stride(0),
         eps,
+        *inverse_scales,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_heads=block_heads,
         block_half=block_half,
         has_norms=norms is not None,
+        quantizes=k_pool.dtype == E4M3,
+        max_stored=E4M3_MAX,
         pdl=pdl,
         num_warps=max(1, block_heads * block_half // 256),  # 8 elements of each half per thread
         launch_pdl=pdl,
@@ -89,12 +97,16 @@ def _kernel(
     v_pool: tl.tensor,
     qkv_stride: tl.tensor,
     eps: tl.tensor,
+    inverse_k_scale: tl.tensor,
+    inverse_v_scale: tl.tensor,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
     block_heads: tl.constexpr,
     block_half: tl.constexpr,
     has_norms: tl.constexpr,
+    quantizes: tl.constexpr,
+    max_stored: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     """One program per token and block of heads, all of them queries, keys or values.
@@ -135,11 +147,6 @@ def _kernel(
     location = tl.load(out_loc + token).to(tl.int64) * (num_kv_heads * head_dim)
 
     dtype = q_out.dtype.element_ty
-    target = q_out + token * (num_heads * head_dim)
-    if not is_q:
-        target = k_pool + location
-        if is_v:
-            target = v_pool + location
     if not is_v:
         if has_norms:
             squares = tl.sum(x_1 * x_1 + x_2 * x_2, axis=1, keep_dims=True)
@@ -150,5 +157,25 @@ def _kernel(
         turned_1 = x_1 * cos - x_2 * sin
         x_2 = x_2 * cos + x_1 * sin
         x_1 = turned_1
-    tl.store(target + low, x_1.to(dtype), mask=inside)
-    tl.store(target + low + half, x_2.to(dtype), mask=inside)
+    x_1, x_2 = x_1.to(dtype), x_2.to(dtype)
+    if is_q:
+        target = q_out + token * (num_heads * head_dim) + low
+        tl.store(target, x_1, mask=inside)
+        tl.store(target + half, x_2, mask=inside)
+    else:
+        stored = k_pool + location + low
+        if is_v:
+            stored = v_pool + location + low
+        if quantizes:
+            factor = tl.where(is_v, inverse_v_scale, inverse_k_scale)
+            tl.store(stored, _to_e4m3(x_1, factor, max_stored), mask=inside)
+            tl.store(stored + half, _to_e4m3(x_2, factor, max_stored), mask=inside)
+        else:
+            tl.store(stored, x_1, mask=inside)
+            tl.store(stored + half, x_2, mask=inside)
+
+
+@jit
+def _to_e4m3(x: tl.tensor, inverse_scale: tl.tensor, max_stored: tl.constexpr) -> tl.tensor:
+    scaled = x.to(tl.float32) * inverse_scale
+    return tl.clamp(scaled, -max_stored, max_stored, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)

@@ -20,7 +20,7 @@ from minisgl_kernels import cuda
 from minisgl_kernels.pynccl import device_bytes
 
 SIZES = (2, 4, 8)  # of the groups that are compiled
-_DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)
 MAX_BLOCKS = 128
 _BLOCK_BYTES = 512 * 16  # what a block's threads load at once
 _HANDLE_BYTES = 64
@@ -101,7 +101,7 @@ class OneShotAllReduce:
     def takes(self, x: torch.Tensor) -> bool:
         """Whether it can sum such a tensor."""
         return (
-            x.dtype in _DTYPES
+            x.dtype in DTYPES
             and x.nbytes <= self.max_bytes
             and x.numel() % 8 == 0
             and x.is_contiguous()

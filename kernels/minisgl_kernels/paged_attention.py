@@ -14,13 +14,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import reference_attention
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
 _SPLIT_TOKENS = 128  # a decode program reads no fewer, if the row has them
 _MAX_SPLITS = 64
 _PROGRAMS_PER_PROCESSOR = 4  # decode programs that keep the memory busy
+
+
+class PrefixStates(NamedTuple):
+    """Decode rows' softmax over the whole blocks of a prefix, from which they go on: see `shared_prefix`.
+
+    Attributes:
+        num_pages: (num_rows,) int32, of each row's prefix; 0 where it has none.
+        acc: (num_rows, num_heads, head_dim) float32, weighted sums of values.
+        sums: (2, num_rows, num_heads) float32: highest scores in units of log 2, and sums of weights.
+    """
+
+    num_pages: torch.Tensor
+    acc: torch.Tensor
+    sums: torch.Tensor
 
 
 class PagedRows(NamedTuple):
@@ -32,6 +46,7 @@ class PagedRows(NamedTuple):
         kv_lens: (num_rows,) int32, at least 1; the row's queries are the last of so many tokens.
         q_starts: (num_rows + 1,) int32; row i has queries [q_starts[i], q_starts[i + 1]). None: one query per row.
         max_q_len: bound of the queries of a row, known to the host.
+        prefix: what decode rows have seen already; in a fixed order only, and without a window.
     """
 
     page_table: torch.Tensor
@@ -39,6 +54,7 @@ class PagedRows(NamedTuple):
     kv_lens: torch.Tensor
     q_starts: torch.Tensor | None = None
     max_q_len: int = 1
+    prefix: PrefixStates | None = None
 
 
 def paged_attention(
@@ -48,6 +64,9 @@ def paged_attention(
     rows: PagedRows,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    fixed_order: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the rows' tokens in the pool; those of the queries are there already.
 
@@ -55,22 +74,25 @@ def paged_attention(
 
     Args:
         q: (num_queries, num_heads, head_dim), each query contiguous; float32, float16 or bfloat16.
-        k_pool, v_pool: (num_pages, page_size, num_kv_heads, head_dim), contiguous, q's dtype.
+        k_pool, v_pool: (num_pages, page_size, num_kv_heads, head_dim), contiguous, q's dtype or e4m3.
         rows: which queries and tokens belong together.
         scale: factor on q·k.
         window: a query sees this many tokens back (itself included).
+        sinks: (num_heads,) float32, each head's score of one more key, which all queries see and whose value is zero.
+        fixed_order: each query gets the same bits whatever other queries and rows there are, and whether it is in a
+            call with `q_starts` or without.
 
     Returns:
         The output, (num_queries, num_heads, head_dim) of q's dtype, and (num_queries, num_heads) float32, the natural
-        logarithms of the sums of exponentiated scores.
+        logarithms of the sums of exponentiated scores, the sinks' included.
     """
     if not support.runs_kernels(q):
-        return reference.paged_attention(q, k_pool, v_pool, rows, scale, window)
+        return reference_attention.paged_attention(q, k_pool, v_pool, rows, scale, window, sinks)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if len(q):
         launch = _launch_decode if rows.q_starts is None else _launch_extend
-        launch(q, k_pool, v_pool, rows, scale * math.log2(math.e), window or 0, out, lse)
+        launch(q, k_pool, v_pool, rows, scale * math.log2(math.e), window or 0, sinks, out, lse, fixed_order)
     return out, lse
 
 
@@ -81,14 +103,19 @@ def _launch_decode(
     rows: PagedRows,
     scale: float,
     window: int,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    fixed_order: bool,
 ) -> None:
     num_rows, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_pool.shape
     block_dims = support.next_power_of_2(head_dim)
     max_tokens = rows.page_table.shape[1] * page_size
-    num_splits = _num_splits(num_rows * num_kv_heads, max_tokens, _num_processors(q.device))
+    num_splits = 1 if fixed_order else _num_splits(num_rows * num_kv_heads, max_tokens, _num_processors(q.device))
+    min_heads, num_warps = fixed_tile(q.dtype) if fixed_order else (16, 4)
+    prefix_pages, prefix_acc, prefix_sums = rows.prefix or (None, None, None)
+    assert rows.prefix is None or (fixed_order and not window)
     partial_out, partial_lse = out, lse
     if num_splits > 1:
         shape = (num_splits, num_rows, num_heads)
@@ -102,6 +129,10 @@ def _launch_decode(
         rows.page_table,
         rows.slots,
         rows.kv_lens,
+        sinks,
+        prefix_pages,
+        prefix_acc,
+        prefix_sums,
         partial_out,
         partial_lse,
         q.stride(0),
@@ -112,13 +143,14 @@ def _launch_decode(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
-        block_heads=max(16, support.next_power_of_2(num_heads // num_kv_heads)),
+        block_heads=max(min_heads, support.next_power_of_2(num_heads // num_kv_heads)),
         block_dims=block_dims,
-        block_tokens=_block_tokens(q.dtype, block_dims),
+        block_tokens=block_tokens_of(q.dtype, block_dims),
         pdl=pdl,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=3,
         launch_pdl=pdl,
+        enable_fp_fusion=not fixed_order,
     )
     if num_splits > 1:
         _join_kernel[(num_heads, num_rows)](
@@ -142,8 +174,10 @@ def _launch_extend(
     rows: PagedRows,
     scale: float,
     window: int,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    fixed_order: bool,
 ) -> None:
     _, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_pool.shape
@@ -157,6 +191,7 @@ def _launch_extend(
         rows.slots,
         rows.kv_lens,
         rows.q_starts,
+        sinks,
         out,
         lse,
         q.stride(0),
@@ -169,9 +204,10 @@ def _launch_extend(
         page_size=page_size,
         block_queries=block_queries,
         block_dims=block_dims,
-        block_tokens=_block_tokens(q.dtype, block_dims),
+        block_tokens=block_tokens_of(q.dtype, block_dims),
         num_warps=max(4, block_queries // 16),
         num_stages=3,
+        enable_fp_fusion=not fixed_order,
     )
 
 
@@ -181,7 +217,12 @@ def _num_splits(num_tiles: int, max_tokens: int, num_processors: int) -> int:
     return 1 << max(1, wanted).bit_length() - 1
 
 
-def _block_tokens(dtype: torch.dtype, block_dims: int) -> int:
+def fixed_tile(dtype: torch.dtype) -> tuple[int, int]:
+    """Queries and warps of a program that adds up in the extend kernel's order: those of its smallest tile."""
+    return (32 if dtype == torch.float32 else 64), 4
+
+
+def block_tokens_of(dtype: torch.dtype, block_dims: int) -> int:
     """Tokens whose keys and values are in shared memory at once: 32 KB of them."""
     return max(16, min(64, 2**14 // (dtype.itemsize * block_dims)))
 
@@ -243,6 +284,7 @@ def _attend(
     for start in range(begin, end, block_tokens):
         tokens = start + tl.arange(0, block_tokens)
         k = _load_tokens(k_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, acc.shape[1])
+        k = k.to(queries.dtype)  # from e4m3; else it is already
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
         if masked:
             distance = positions[:, None] - tokens[None, :]
@@ -251,6 +293,7 @@ def _attend(
                 visible &= distance < window
             scores = tl.where(visible, scores, float("-inf"))
         v = _load_tokens(v_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, acc.shape[1])
+        v = v.to(queries.dtype)
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
         finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a query may not have seen any token yet
         weights = tl.exp2(scores - finite_peak[:, None])
@@ -262,10 +305,15 @@ def _attend(
 
 
 @jit
-def _start(num_queries: tl.constexpr, block_dims: tl.constexpr) -> Any:
-    """`_attend`'s state before the first token."""
+def _start(
+    sinks: tl.tensor | None, heads: tl.tensor, counts: tl.tensor, num_queries: tl.constexpr, block_dims: tl.constexpr
+) -> Any:
+    """`_attend`'s state before the first token: as if a sink, where it counts, had been the only key so far."""
     acc = tl.zeros((num_queries, block_dims), tl.float32)
-    return acc, tl.full((num_queries,), float("-inf"), tl.float32), tl.zeros((num_queries,), tl.float32)
+    peak = tl.full((num_queries,), float("-inf"), tl.float32)
+    if sinks is not None:
+        peak = tl.load(sinks + heads, mask=counts, other=float("-inf")) * 1.4426950408889634
+    return acc, peak, tl.where(peak == float("-inf"), 0.0, 1.0)
 
 
 @jit
@@ -276,6 +324,10 @@ def _decode_kernel(
     page_table: tl.tensor,
     slots: tl.tensor,
     kv_lens: tl.tensor,
+    sinks: tl.tensor | None,
+    prefix_pages: tl.tensor | None,
+    prefix_acc: tl.tensor | None,
+    prefix_sums: tl.tensor | None,
     out: tl.tensor,
     lse: tl.tensor,
     q_stride: tl.tensor,
@@ -298,7 +350,10 @@ def _decode_kernel(
         gdc_launch_dependents()
     line = page_table + tl.load(slots + row).to(tl.int64) * table_stride
     kv_len = tl.load(kv_lens + row)
-    first = tl.maximum(kv_len - window, 0) if window else 0
+    # In whole blocks from the row's beginning, so that a token's neighbours in a block are always the same.
+    first = tl.maximum(kv_len - window, 0) // block_tokens * block_tokens if window else 0
+    if prefix_pages is not None:
+        first = tl.load(prefix_pages + row) * page_size // block_tokens * block_tokens
     split_tokens = tl.cdiv(tl.cdiv(kv_len - first, tl.num_programs(1)), block_tokens) * block_tokens
     begin = first + split * split_tokens
     end = tl.minimum(begin + split_tokens, kv_len)
@@ -311,8 +366,16 @@ def _decode_kernel(
     row = row.to(tl.int64)
     queries = tl.load(q + row * q_stride + heads[:, None] * head_dim + dims[None, :], mask=q_mask, other=0.0)
 
+    acc, peak, total = _start(sinks, heads, (members < group) & (split == 0), block_heads, block_dims)
+    if prefix_pages is not None:
+        places = row * num_heads + heads
+        acc = tl.load(prefix_acc + places[:, None] * head_dim + dims[None, :], mask=q_mask & (first > 0), other=0.0)
+        mask = (members < group) & (first > 0)
+        peak = tl.where(mask, tl.load(prefix_sums + places, mask=mask, other=0.0), peak)
+        more = tl.num_programs(2).to(tl.int64) * num_heads + places
+        total = tl.where(mask, tl.load(prefix_sums + more, mask=mask, other=0.0), total)
     acc, peak, total = _attend(
-        _start(block_heads, block_dims),
+        (acc, peak, total),
         queries,
         tl.full((block_heads,), kv_len - 1, tl.int32),
         k_pool,
@@ -323,7 +386,7 @@ def _decode_kernel(
         kv_head,
         scale,
         True,
-        0,  # the window is in `begin`
+        window,
         num_kv_heads,
         head_dim,
         page_size,
@@ -374,6 +437,7 @@ def _extend_kernel(
     slots: tl.tensor,
     kv_lens: tl.tensor,
     q_starts: tl.tensor,
+    sinks: tl.tensor | None,
     out: tl.tensor,
     lse: tl.tensor,
     q_stride: tl.tensor,
@@ -408,11 +472,11 @@ def _extend_kernel(
         end = tl.minimum(first_position + block_queries, kv_len)
         first, common = 0, (first_position + 1) // block_tokens * block_tokens
         if window:
-            first = tl.maximum(first_position + 1 - window, 0)
+            first = tl.maximum(first_position + 1 - window, 0) // block_tokens * block_tokens
             common = first
 
         state = _attend(
-            _start(block_queries, block_dims),
+            _start(sinks, tl.full((block_queries,), head, tl.int32), numbers < q_len, block_queries, block_dims),
             queries,
             positions,
             k_pool,

@@ -1,7 +1,7 @@
 """Attention of decode rows over their page lists on a GPU: CUDA C++, or the twin.
 
 Every multiprocessor gets an equal share of all rows' pages, so ragged lengths cost nothing, and the host plans nothing.
-Reads each key and value once: num_tokens * num_kv_heads * head_dim * 4 bytes.
+Reads each key and value once: num_tokens * num_kv_heads * head_dim * 4 bytes, or 2 in e4m3.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from minisgl_kernels import cuda, reference
+from minisgl_kernels import cuda, reference_attention
 from minisgl_kernels.decode_inputs import PageLists
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
 TILE = 16  # tokens; a page holds that many times a power of two
 _WORKERS_PER_MULTIPROCESSOR = 8
+_NO_WINDOW = 2**31 - 1
 
 
 class DecodeWorkspace(NamedTuple):
@@ -64,6 +65,8 @@ def paged_decode(
     scale: float,
     workspace: DecodeWorkspace,
     prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each row's one query token attends over the tokens of its page list, itself included.
 
@@ -71,19 +74,21 @@ def paged_decode(
 
     Args:
         q: (num_rows, num_heads, head_dim), contiguous, bfloat16 or float16.
-        k_pool, v_pool: (num_pages, page_size, num_kv_heads, head_dim), contiguous, q's dtype.
+        k_pool, v_pool: (num_pages, page_size, num_kv_heads, head_dim), contiguous, q's dtype or e4m3.
         lists: the rows' pages, at least one each.
         scale: factor on q·k.
         workspace: made for such heads.
         prefix: attention over other keys of the same rows, to be joined: the output, like q, and (num_heads, num_rows)
             float32 the natural logarithms of the sums of its weights; infinite for a row that saw no key there.
+        window: a row sees this many of its last tokens, where its list has as many or more.
+        sinks: (num_heads,) float32, each head's score of one more key, whose value is zero.
 
     Returns:
         (num_rows, num_heads, head_dim), q's dtype, contiguous.
     """
     kernels = cuda.layer_kernels(q)
     if kernels is None:
-        return reference.paged_decode(q, k_pool, v_pool, lists, scale, prefix)
+        return reference_attention.paged_decode(q, k_pool, v_pool, lists, scale, prefix, window, sinks)
     out = torch.empty_like(q)
     assert prefix is None or (prefix[0].is_contiguous() and prefix[1].is_contiguous())
     prefix_out, prefix_lse = prefix or (q, workspace.parts)
@@ -96,10 +101,13 @@ def paged_decode(
         lists.last_page_lens,
         prefix_out,
         prefix_lse,
+        workspace.parts if sinks is None else sinks,
         out,
         workspace.parts,
         workspace.arrivals,
         scale,
         prefix is not None,
+        sinks is not None,
+        window or _NO_WINDOW,
     )
     return out

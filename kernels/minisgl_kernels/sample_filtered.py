@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import reference_sampling
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.gumbel import SamplingRows, best_score, log2_floor, noise_bits, row_key
 from minisgl_kernels.sample_gumbel import sample_gumbel
@@ -26,9 +26,9 @@ _KEY_SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 def sample_filtered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """The best token of each row, as `sample_gumbel` scores them, among those that the row's filters keep.
 
-    What they keep is defined by `reference.filter_logits`: exactly k tokens, of equal logits those with lower ids.
-    Reads the logits once, a row with filters once more, and if its first choice is refused two to four times again:
-    more only for flat distributions and for more than a hundred tokens of top-k.
+    What they keep is defined by `reference_sampling.filter_logits`: exactly k tokens, of equal logits those with lower
+    ids. Reads the logits once, a row with filters once more, and if its first choice is refused two to four times
+    again: more only for flat distributions and for more than a hundred tokens of top-k.
 
     Args:
         logits: (num_rows, vocab), each row contiguous; float32, float16 or bfloat16.
@@ -38,7 +38,7 @@ def sample_filtered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         (num_rows,) int32.
     """
     if not support.runs_kernels(logits):
-        return reference.sample_filtered(logits, rows)
+        return reference_sampling.sample_filtered(logits, rows)
     num_rows, size = logits.shape
     _, tokens = sample_gumbel(logits, rows)
     if num_rows:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import reference_sampling
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.gumbel import SamplingRows, best_score, log2_floor, noise_bits, row_key
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
@@ -37,7 +37,7 @@ def sample_gumbel(logits: torch.Tensor, rows: SamplingRows, vocab_start: int = 0
         The best scores, (num_rows,) float32, and their ids, (num_rows,) int32.
     """
     if not support.runs_kernels(logits):
-        return reference.sample_gumbel(logits, rows, vocab_start)
+        return reference_sampling.sample_gumbel(logits, rows, vocab_start)
     num_rows, size = logits.shape
     all_blocks = -(-size // _LANES)
     # A power of two, so that few variants are compiled.

@@ -25,12 +25,27 @@ except ImportError as error:
         logging.getLogger(__name__).warning("no Triton, so GPU kernels run as plain torch, which is slower: %s", error)
     triton = tl = gdc_launch_dependents = gdc_wait = None
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "jit", "next_power_of_2", "runs_kernels", "tl", "uses_pdl"]
+__all__ = [
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "jit",
+    "jit_for_any",
+    "next_power_of_2",
+    "runs_kernels",
+    "tl",
+    "triton",
+    "uses_pdl",
+]
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`, or the function as it is where there is no Triton to compile it."""
     return function if triton is None else triton.jit(function)
+
+
+def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """`jit` of a function that is compiled once for all values of these arguments, and not again for 1 or 16."""
+    return lambda function: function if triton is None else triton.jit(function, do_not_specialize=names)
 
 
 def runs_kernels(x: torch.Tensor) -> bool:

@@ -46,6 +46,7 @@ def _build() -> Path:
         "-O2",
         "-fno-strict-aliasing",
         "-w",
+        "-Wno-psabi",
         "-DMINISGL_EMULATE",
         f"-I{_CUDA_HEADERS}",
         f"-I{_SOURCES}",
@@ -63,14 +64,15 @@ def _build() -> Path:
 
 
 def _caller(function: ctypes._NamedFuncPointer) -> Callable[..., None]:
-    """Passes a tensor as its address, and its sizes with its strides from the fifth place on."""
+    """Passes a tensor as its address, and its sizes with its strides from the fifth place on and its elements' size."""
 
     def call(*args: torch.Tensor | float | bool) -> None:
         values: list[object] = []
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                sizes = (ctypes.c_int64 * 8)()
+                sizes = (ctypes.c_int64 * 9)()
                 sizes[: arg.ndim], sizes[4 : 4 + arg.ndim] = list(arg.shape), list(arg.stride())
+                sizes[8] = arg.itemsize
                 values += [ctypes.c_void_p(arg.data_ptr()), sizes]
             elif isinstance(arg, bool):
                 values.append(ctypes.c_bool(arg))

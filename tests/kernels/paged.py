@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import reference_attention
 from minisgl_kernels.paged_attention import PagedRows, paged_attention
 from tests.kernels.errors import relative_error
 
@@ -24,13 +24,14 @@ class Case:
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         return paged_attention(q, self.k_pool, self.v_pool, self.rows, q.shape[2] ** -0.5)[0]
 
-    def check(self, window: int | None = None) -> None:
+    def check(self, window: int | None = None, *, with_sinks: bool = False) -> None:
         """Output and LSE against the twin in float32, near the error of the twin in the same type."""
         scale = self.q.shape[2] ** -0.5
+        sinks = 2.0 * torch.randn(self.q.shape[1], device=self.q.device) if with_sinks else None
         wide = (self.q.float(), self.k_pool.float(), self.v_pool.float())
-        want, want_lse = reference.paged_attention(*wide, self.rows, scale, window)
-        twin, _ = reference.paged_attention(self.q, self.k_pool, self.v_pool, self.rows, scale, window)
-        got, lse = paged_attention(self.q, self.k_pool, self.v_pool, self.rows, scale, window)
+        want, want_lse = reference_attention.paged_attention(*wide, self.rows, scale, window, sinks)
+        twin, _ = reference_attention.paged_attention(self.q, self.k_pool, self.v_pool, self.rows, scale, window, sinks)
+        got, lse = paged_attention(self.q, self.k_pool, self.v_pool, self.rows, scale, window, sinks)
         assert got.dtype == self.q.dtype
         assert got.is_contiguous()
         assert relative_error(got, want) < {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[got.dtype]
@@ -48,6 +49,7 @@ def random_case(
     page_size: int = 16,
     num_kv_heads: int = 2,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
     spare_pages: int = 3,
 ) -> Case:
     num_rows, max_pages = len(kv_lens), max(-(-n // page_size) for n in kv_lens) + spare_pages
@@ -73,4 +75,4 @@ def random_case(
         None if starts is None else starts.to(device),
         max(q_lens or [1]),
     )
-    return Case(q.to(dtype), *(pool.to(dtype) for pool in pools.unbind(0)), rows)
+    return Case(q.to(dtype), *(pool.to(kv_dtype or dtype) for pool in pools.unbind(0)), rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import reference_sampling
 from minisgl_kernels.gumbel import SamplingRows
 
 
@@ -31,10 +31,12 @@ def random_rows(num_rows: int, device: torch.device, **changes: torch.Tensor) ->
 def scores(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """(num_rows, vocab) float64: logit / temperature + noise; greedy rows' logits."""
     slots = rows.slots.long()
-    keys = reference.noise_keys(rows.seeds[slots], rows.sample_indices[slots], rows.kv_lens - rows.num_prompt[slots])
+    keys = reference_sampling.noise_keys(
+        rows.seeds[slots], rows.sample_indices[slots], rows.kv_lens - rows.num_prompt[slots]
+    )
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     temperature = rows.temperature[slots].double().unsqueeze(1)
-    noisy = logits.double() / temperature + reference.gumbel_noise(keys, ids).double()
+    noisy = logits.double() / temperature + reference_sampling.gumbel_noise(keys, ids).double()
     return torch.where(temperature > 0.0, noisy, logits.double())
 
 
@@ -67,6 +69,6 @@ def kept(logits: torch.Tensor, rows: SamplingRows, slack: float) -> torch.Tensor
     scaled = logits.double() / torch.where(temperature > 0.0, temperature, 1.0).unsqueeze(1)
     min_p = (min_p * (1.0 - slack)).double()
     top_p = torch.where(top_p < 1.0, top_p.double() + slack, 1.0)
-    values, ids = reference.filter_logits(scaled, top_k, top_p, min_p)
+    values, ids = reference_sampling.filter_logits(scaled, top_k, top_p, min_p)
     mask = torch.empty_like(values, dtype=torch.bool).scatter_(1, ids, values > -torch.inf)
     return torch.where(temperature.unsqueeze(1) > 0.0, mask, scaled == scaled.max(dim=1, keepdim=True).values)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from minisgl_kernels import adjust_logits, reference
+from minisgl_kernels import adjust_logits, reference_sampling
 from minisgl_kernels.adjust_logits import AdjustedRows
 from tests.kernels.errors import DTYPES
 
@@ -108,7 +108,9 @@ def test_kernels_twin_and_definition_agree(
         got = adjust_logits.adjust_logits(shard, rows, vocab_start)
         assert got.dtype == torch.float32
         assert torch.equal(shard, before)
-        torch.testing.assert_close(got, reference.adjust_logits(shard, rows, vocab_start), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(
+            got, reference_sampling.adjust_logits(shard, rows, vocab_start), atol=1e-4, rtol=1e-5
+        )
         if vocab < 1000:
             torch.testing.assert_close(got, expected(shard, rows, vocab_start), atol=1e-4, rtol=1e-5)
 
@@ -136,4 +138,4 @@ def test_replays_in_a_graph(device: torch.device) -> None:
         logits.copy_(torch.randn(24, 151_936, device=device))
         rows.kv_lens.sub_(1).clamp_(min=1)
         graph.replay()
-        torch.testing.assert_close(got, reference.adjust_logits(logits, rows), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(got, reference_sampling.adjust_logits(logits, rows), atol=1e-4, rtol=1e-5)

@@ -19,8 +19,10 @@ def test_every_triton_kernel_compiles_for_hopper() -> None:
     assert compiled >= {
         *(("adjust_logits", name) for name in ("_rule_kernel", "_count_kernel", "_penalty_kernel")),
         ("decode_inputs", "_kernel"),
+        *((module, "_kernel") for module in ("activate_fp8", "add_rms_norm", "fp8_tiles", "quantize_fp8")),
         *(("fused_moe", name) for name in ("_product_kernel", "_sum_kernel")),
-        ("merge_states", "_kernel"),
+        ("mask_logits", "_kernel"),
+        *((module, "_kernel") for module in ("matmul_tiles", "merge_states", "shared_prefix")),
         ("moe_routing", "_kernel"),
         ("sample_filtered", "_kernel"),
         *(("sample_gumbel", name) for name in ("_split_kernel", "_reduce_kernel")),

@@ -10,18 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl_kernels import cuda
+from minisgl_kernels import cuda, grouped_product
 
 
-@pytest.mark.skipif(
-    shutil.which("nvcc") is None or shutil.which("ninja") is None or find_spec("tvm_ffi") is None,
-    reason="needs nvcc, ninja and tvm-ffi",
-)
-def test_kernels_can_be_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TVM_FFI_CUDA_ARCH_LIST", "9.0")
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None or shutil.which("ninja") is None or find_spec("tvm_ffi") is None:
+        pytest.skip("needs nvcc, ninja and tvm-ffi")
+    monkeypatch.setenv("TVM_FFI_CUDA_ARCH_LIST", "9.0a")
     monkeypatch.setattr("minisgl_kernels.cpp.cache_dir", lambda: tmp_path)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_kernels_can_be_compiled() -> None:
     assert Path(cuda.build()).stat().st_size > 0
     assert Path(cuda.build_library("one_shot", ("one_shot",))).stat().st_size > 0
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("empty_cache")
+def test_the_product_of_clusters_can_be_compiled() -> None:
+    assert Path(grouped_product.build()).stat().st_size > 0
 
 
 def test_without_a_compiler_there_are_no_kernels(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minisgl_kernels import reference_moe
-from minisgl_kernels.fused_moe import Cut, Tile, fused_moe, max_rows, tile_for
+from minisgl_kernels.fused_moe import ClampedSwiglu, Cut, Tile, fused_moe, max_rows, tile_for
 from minisgl_kernels.moe_routing import max_parts, route
 from tests.kernels.errors import DTYPES, assert_close
 
@@ -65,6 +65,27 @@ def test_any_tile_gives_the_same(device: torch.device, tile: Tile) -> None:
     got = fused_moe(x, logits, gate_up, down, 2, renormalize=True, out=out, tile=tile)
     assert got is out
     assert_close(got, exact, twin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_and_clamps(device: torch.device, dtype: torch.dtype) -> None:
+    """As gpt-oss has them; about half of all gates and ups are clamped."""
+    on_cpu = device.type == "cpu"
+    shape = (90, 5, 2, 72, 40)
+    for num_tokens, num_experts, top_k, hidden_size, width in [shape] if on_cpu else [shape, (600, 32, 4, 2880, 1440)]:
+        gate_up, down = experts(num_experts, hidden_size, width, device, dtype)
+        biases = {
+            "gate_up_bias": torch.randn(num_experts, 2 * width, device=device),
+            "down_bias": torch.randn(num_experts, hidden_size, device=device),
+        }
+        rounded = {name: bias.to(dtype) for name, bias in biases.items()}
+        x = torch.randn(num_tokens, hidden_size, device=device).to(dtype)
+        logits = torch.randn(num_tokens, num_experts, device=device).to(dtype)
+        given = {"renormalize": True, "activation": ClampedSwiglu(1.7, 0.8)}
+        wide = {name: bias.float() for name, bias in rounded.items()}
+        exact = reference_moe.fused_moe(x.float(), logits, gate_up.float(), down.float(), top_k, **wide, **given)
+        twin = reference_moe.fused_moe(x, logits, gate_up, down, top_k, **rounded, **given)
+        assert_close(fused_moe(x, logits, gate_up, down, top_k, **rounded, **given), exact, twin)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,7 +164,7 @@ def test_a_graph_replays_any_routing(device: torch.device) -> None:
     if device.type == "cpu":
         pytest.skip("CUDA graphs are a GPU's")
     gate_up, down = experts(64, 512, 256, device, torch.bfloat16)
-    for num_tokens in (1, 24, 300):
+    for num_tokens in (1, 24, 300, 3000):
         x = torch.zeros(num_tokens, 512, device=device, dtype=torch.bfloat16)
         logits = torch.zeros(num_tokens, 64, device=device, dtype=torch.bfloat16)
         fused_moe(x, logits, gate_up, down, 4, renormalize=True)
@@ -156,3 +177,20 @@ def test_a_graph_replays_any_routing(device: torch.device) -> None:
             logits[:, random.randrange(64)] += 5.0  # many tokens for one expert
             graph.replay()
             assert torch.equal(out, fused_moe(x, logits, gate_up, down, 4, renormalize=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_token_among_any_number(device: torch.device, dtype: torch.dtype) -> None:
+    """Tiles of all sizes add up in one order."""
+    num_experts, hidden_size, width = random.choice([(128, 1024, 768), (60, 512, 352), (8, 520, 136)])
+    x = torch.randn(3000, hidden_size, device=device).to(dtype)
+    logits = torch.randn(3000, num_experts, device=device).to(dtype)
+    gate_up = (torch.randn(num_experts, 2 * width, hidden_size, device=device) / hidden_size**0.5).to(dtype)
+    down = (torch.randn(num_experts, hidden_size, width, device=device) / width**0.5).to(dtype)
+    whole = fused_moe(x, logits, gate_up, down, 4, renormalize=True)
+    for num_tokens in (1, 2, 8, 40, 130, 300, 700, 1500):
+        start = random.randrange(3000 - num_tokens)
+        rows = slice(start, start + num_tokens)
+        part = fused_moe(x[rows].contiguous(), logits[rows].contiguous(), gate_up, down, 4, renormalize=True)
+        assert torch.equal(part, whole[rows]), num_tokens

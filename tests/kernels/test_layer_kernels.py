@@ -9,39 +9,21 @@ from typing import TypeAlias
 import pytest
 import torch
 
-from minisgl_kernels import cuda, reference
+from minisgl_kernels import reference
 from minisgl_kernels.add_rms_norm import add_rms_norm
+from minisgl_kernels.e4m3 import E4M3, E4M3_MAX, to_e4m3
 from minisgl_kernels.embedding import embedding
 from minisgl_kernels.norm_rope_store import norm_rope_store
 from minisgl_kernels.silu_and_mul import gelu_and_mul, silu_and_mul
-from tests.kernels.devices import interpreter
-from tests.kernels.emulation import emulate
 from tests.kernels.errors import DTYPES, assert_close
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 in_all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-@pytest.fixture(
-    params=[
-        "interpreter",
-        "emulator",
-        pytest.param("Triton", marks=pytest.mark.gpu),
-        pytest.param("C++", marks=pytest.mark.gpu),
-    ]
-)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where the kernels run: CUDA C++ too, where it can be compiled."""
-    if request.param in ("interpreter", "emulator"):
-        cpu = interpreter(monkeypatch)
-        if request.param == "emulator":  # in Triton's place, for what the CUDA C++ kernels can run
-            emulate(monkeypatch)
-        return cpu
-    if request.param == "Triton":
-        monkeypatch.setattr(cuda, "layer_kernels", lambda _: None)
-    elif cuda.layer_kernels(torch.empty(0, dtype=torch.bfloat16, device="cuda")) is None:
-        pytest.skip("needs a Hopper GPU, nvcc, ninja and tvm-ffi")
-    return torch.device("cuda")
+@pytest.fixture
+def device(layer_device: torch.device) -> torch.device:
+    return layer_device
 
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -163,6 +145,29 @@ def test_norm_rope_store(device: torch.device, dtype: torch.dtype, has_norms: bo
         keys, twin_keys, exact_keys = (x[0].flatten(0, 1) for x in (pools, twins, exacts))
         assert_close(keys[out_loc], exact_keys[out_loc], twin_keys[out_loc])
         assert torch.equal(keys.isnan(), twin_keys.isnan())  # nothing is written elsewhere
+
+
+@in_all_dtypes
+def test_norm_rope_store_quantizes_what_it_would_store(device: torch.device, dtype: torch.dtype) -> None:
+    """Also values too large for e4m3, and NaN."""
+    for num_tokens, num_heads, num_kv_heads, head_dim in random.sample(shapes(device), 2):
+        scales = random.choice([(1.0, 1.0), (0.037, 2.9)])
+        qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device, scale=200.0)
+        qkv[0, -1], qkv[0, -2] = torch.nan, 3e4
+        norm = randn(head_dim, dtype=dtype, device=device, scale=30.0)
+        rope = rope_rows(num_tokens, head_dim, dtype, device)
+        out_loc = torch.randperm(num_tokens + 5, device=device)[:num_tokens].int()
+        pools = torch.zeros(2, num_tokens + 5, 1, num_kv_heads, head_dim, dtype=dtype, device=device)
+        stored = pools.to(E4M3)
+        want = norm_rope_store(qkv, (norm, norm), 1e-6, rope, out_loc, *pools)
+        got = norm_rope_store(qkv, (norm, norm), 1e-6, rope, out_loc, *stored, scales)
+        # Compiled twice for a GPU, float32 sums may be rounded in other places.
+        share = 0.0 if device.type == "cpu" else 1e-3
+        torch.testing.assert_close(got, want)
+        for part, pool, scale in zip(stored, pools, scales, strict=True):
+            stored_as, expected = part.float().nan_to_num(7.3), to_e4m3(pool, scale).float().nan_to_num(7.3)
+            assert (stored_as != expected).float().mean() <= share
+        assert stored.float().abs().nan_to_num(0.0).max() == E4M3_MAX
 
 
 def test_overlapping_launches_keep_their_order(device: torch.device) -> None:

@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl_kernels import cublaslt, matmul
+from minisgl_kernels import cublaslt, fp8_product, matmul, reference_fp8
 from minisgl_kernels.cublaslt import CublasLtError, Product
+from minisgl_kernels.fp8 import Fp8Matrix
+from minisgl_kernels.quantize_fp8 import quantize
 from tests.kernels.errors import relative_error
 
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr("minisgl_kernels.cpp.cache_dir", lambda: tmp_path)
-    return tmp_path / "matmul.json"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 class PretendedLibrary:
@@ -42,16 +41,26 @@ class PretendedLibrary:
         self._running: int | None = None
 
     def product(
-        self, num_rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_rows: int,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        out_dtype: torch.dtype | None = None,
     ) -> PretendedProduct:
-        assert dtype == torch.bfloat16
+        assert torch.bfloat16 in (dtype, out_dtype)
         assert device.type == "cpu"
         return PretendedProduct(self, (num_rows, in_features), (out_features, in_features))
 
-    def time_us(self, run: Callable[[torch.Tensor], object], weights: Sequence[torch.Tensor]) -> float:
+    def time_us(self, run: Callable[[matmul.Operand], object], weights: Sequence[matmul.Operand]) -> float:
         self._running = None
         run(weights[0])
         return self.torch_us if self._running is None else self.us[self._running]
+
+
+def plain(matrix: matmul.Operand) -> torch.Tensor:
+    return reference_fp8.dequantize(matrix) if isinstance(matrix, Fp8Matrix) else matrix
 
 
 class PretendedProduct:
@@ -69,14 +78,19 @@ class PretendedProduct:
             raise CublasLtError("not supported")
 
     def run(
-        self, algorithm: bytes, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor
+        self,
+        algorithm: bytes,
+        x: matmul.Operand,
+        weight: matmul.Operand,
+        out: torch.Tensor,
+        workspace: torch.Tensor,
     ) -> None:
         assert (x.shape, weight.shape) == (self._x_shape, self._weight_shape)
         assert workspace.nbytes > 0
         if algorithm[0] in self._library.broken:
             raise CublasLtError("broken")
         self._library._running = algorithm[0]
-        out.copy_((algorithm[0] + 2) * (x @ weight.T))
+        out.copy_((algorithm[0] + 2) * plain(x) @ plain(weight).T)
 
 
 @pytest.fixture
@@ -86,7 +100,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PretendedLibrary]:
         monkeypatch.setattr(cublaslt, "version", lambda: version)
         monkeypatch.setattr(cublaslt, "ALIGNMENT_BYTES", 1)
         monkeypatch.setattr(matmul, "Product", library.product)
-        monkeypatch.setattr(matmul, "_time_us", library.time_us)
+        monkeypatch.setattr(fp8_product, "Product", library.product)
+        monkeypatch.setattr(fp8_product, "candidates", lambda *_: [])
+        monkeypatch.setattr(matmul, "time_us", library.time_us)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
         return library
 
@@ -97,8 +113,8 @@ def weights_of(*shapes: tuple[int, int], dtype: torch.dtype = torch.bfloat16) ->
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def tune(weights: list[torch.Tensor], sizes: list[int]) -> matmul.Algorithms:
-    return matmul.tune(weights, sizes, weights[0].device)
+def tune(weights: Sequence[matmul.Operand], sizes: list[int]) -> matmul.Algorithms:
+    return matmul.tune(weights, sizes, plain(weights[0]).device)
 
 
 def factor(algorithms: matmul.Algorithms, weight: torch.Tensor, num_rows: int) -> int:
@@ -155,6 +171,25 @@ def test_sizes_that_the_algorithm_does_not_do_keep_torchs_own(pretend: Callable[
     algorithms = tune([weight], [40, 48, 56, 64])
     assert library.timed == [(64, 16)]
     assert [factor(algorithms, weight, size) for size in (40, 48, 56, 64)] == [2, 2, 1, 1]
+
+
+def test_products_in_fp8_have_algorithms_of_their_own(pretend: Callable[..., PretendedLibrary]) -> None:
+    """Beside those of weights of the same shape, each by those of its kind."""
+    library = pretend([5.0])
+    (weight,) = weights_of((16, 32))
+    in_fp8 = quantize(weight, grouped=False)
+    algorithms = tune([weight, in_fp8, quantize(weights_of((16, 24))[0], grouped=False)], [2, 4])  # 24: odd in FP8
+    assert library.timed == [(2, 16), (4, 16)] * 2
+    assert len(algorithms) == 4
+    numbers = torch.randn(4, 32).bfloat16()
+    x, exact = quantize(numbers, grouped=False), numbers @ weight.T
+    assert 0.0 < relative_error(matmul.matmul(x, in_fp8), exact) < 0.1
+    with algorithms.active():
+        product = matmul.matmul(x, in_fp8)
+        assert product.dtype == torch.bfloat16
+        assert 0.0 < relative_error(product, 2 * exact) < 0.1
+        assert torch.equal(matmul.matmul(x, in_fp8, torch.empty_like(product)), product)
+        torch.testing.assert_close(matmul.matmul(numbers, weight), 2 * exact)
 
 
 def test_later_starts_time_nothing_and_choose_the_same(pretend: Callable[..., PretendedLibrary], cache: Path) -> None:

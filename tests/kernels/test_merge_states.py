@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from minisgl_kernels import reference
+from minisgl_kernels import reference_attention
 from minisgl_kernels.merge_states import merge_states
 from tests.kernels.errors import DTYPES, assert_close, relative_error
 
@@ -46,8 +46,8 @@ def test_rounding(device: torch.device, dtype: torch.dtype) -> None:
     for shape in shapes(device):
         a, b = torch.randn(2, *shape, device=device).to(dtype)
         lse_a, lse_b = torch.randn(2, *shape[:2], device=device) * 3
-        exact = reference.merge_states(a.float(), lse_a, b.float(), lse_b, False, False)
-        twin = reference.merge_states(a, lse_a, b, lse_b, False, False)
+        exact = reference_attention.merge_states(a.float(), lse_a, b.float(), lse_b, False, False)
+        twin = reference_attention.merge_states(a, lse_a, b, lse_b, False, False)
         assert_close(merge_states(a, lse_a, b, lse_b, lse_a_is_log2=False, lse_b_is_log2=False), exact, twin)
         merge_states(a, lse_a, b, lse_b, lse_a_is_log2=False, lse_b_is_log2=False, out=b)
         assert_close(b, exact, twin)

@@ -7,15 +7,8 @@ import math
 import pytest
 import torch
 
-from minisgl_kernels.reference import (
-    filter_logits,
-    gelu_and_mul,
-    gumbel_noise,
-    noise_keys,
-    rms_norm,
-    silu_and_mul,
-    store_kv,
-)
+from minisgl_kernels.reference import gelu_and_mul, rms_norm, silu_and_mul, store_kv
+from minisgl_kernels.reference_sampling import filter_logits, gumbel_noise, noise_keys
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #ifndef MINISGL_EMULATE
@@ -54,6 +55,18 @@ struct alignas(16) Vector {
     }
   }
 };
+
+// Multiples of 1 / factor, the largest ones for what lies beyond them; 8 bytes at a multiple of 8.
+template <typename T>
+__device__ void store_e4m3(const Vector<T>& from, float factor, __nv_fp8_e4m3* to) {
+  float x[kVector];
+  from.widen_to(x);
+  __nv_fp8x2_storage_t pairs[kVector / 2];
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i)
+    pairs[i] = __nv_cvt_float2_to_fp8x2(make_float2(x[2 * i] * factor, x[2 * i + 1] * factor), __NV_SATFINITE, __NV_E4M3);
+  *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0] | uint32_t{pairs[1]} << 16, pairs[2] | uint32_t{pairs[3]} << 16);
+}
 
 // x = round(round(x * factor) * weight): the norm is rounded before it is scaled.
 template <typename T>
@@ -135,6 +148,14 @@ void with_type(const TensorView& x, Function&& function) {
   if (type.code == kDLBfloat && type.bits == 16) return function(__nv_bfloat16{});
   TVM_FFI_ICHECK(type.code == kDLFloat && type.bits == 16) << "only bfloat16 and float16 are compiled";
   function(__half{});
+}
+
+// The same with a value of a KV pool's type besides, which is x's or e4m3.
+template <typename Function>
+void with_types(const TensorView& x, const TensorView& pool, Function&& function) {
+  const bool is_e4m3 = pool.dtype().code == kDLFloat8_e4m3fn;
+  TVM_FFI_ICHECK(is_e4m3 || (pool.dtype().code == x.dtype().code && pool.dtype().bits == 16)) << "the KV pool's type isn't compiled";
+  with_type(x, [&](auto element) { is_e4m3 ? function(element, __nv_fp8_e4m3{}) : function(element, element); });
 }
 #endif
 

@@ -12,10 +12,11 @@ struct Heads {
   int num_blocks;  // that a token's heads take
 };
 
-template <typename T, int kHeadDim, bool kHasNorms>
+// C is the pool's type: T, or e4m3.
+template <typename T, typename C, int kHeadDim, bool kHasNorms>
 __global__ void norm_rope_store_kernel(const T* qkv, const T* q_norm, const T* k_norm, const T* rope,
-                                       const int32_t* out_loc, T* q_out, T* k_pool, T* v_pool, int64_t qkv_stride,
-                                       Heads heads, float eps) {
+                                       const int32_t* out_loc, T* q_out, C* k_pool, C* v_pool, int64_t qkv_stride,
+                                       Heads heads, float eps, float inverse_k_scale, float inverse_v_scale) {
   constexpr int kLanes = kHeadDim / (2 * kVector), kHalf = kHeadDim / 2;
   const int64_t token = blockIdx.x / heads.num_blocks;
   const int head = blockIdx.x % heads.num_blocks * (blockDim.x / kLanes) + threadIdx.x / kLanes;
@@ -40,11 +41,8 @@ __global__ void norm_rope_store_kernel(const T* qkv, const T* q_norm, const T* k
     cosines = Vector<T>::load(angles);
     sines = Vector<T>::load(angles + 3 * kHalf);
   }
-  T* target = q_out + (token * heads.num_heads + head) * kHeadDim + low;
-  if (!is_q) {
-    const int64_t place = (int64_t{out_loc[token]} * heads.num_kv_heads + kv_head) * kHeadDim + low;
-    target = (is_v ? v_pool : k_pool) + place;
-  }
+  int64_t place = (token * heads.num_heads + head) * kHeadDim + low;
+  if (!is_q) place = (int64_t{out_loc[token]} * heads.num_kv_heads + kv_head) * kHeadDim + low;
   float x_1[kVector], x_2[kVector];
   out_1.widen_to(x_1);
   out_2.widen_to(x_2);
@@ -69,33 +67,47 @@ __global__ void norm_rope_store_kernel(const T* qkv, const T* q_norm, const T* k
     out_1 = Vector<T>::round(turned);
     out_2 = Vector<T>::round(x_2);
   }
-  out_1.store(target);
-  out_2.store(target + kHalf);
+  if constexpr (std::is_same_v<T, C>) {
+    T* target = (is_q ? q_out : is_v ? v_pool : k_pool) + place;
+    out_1.store(target);
+    out_2.store(target + kHalf);
+  } else if (is_q) {
+    out_1.store(q_out + place);
+    out_2.store(q_out + place + kHalf);
+  } else {
+    C* target = (is_v ? v_pool : k_pool) + place;
+    const float factor = is_v ? inverse_v_scale : inverse_k_scale;
+    store_e4m3(out_1, factor, target);
+    store_e4m3(out_2, factor, target + kHalf);
+  }
 }
 
 #ifndef MINISGL_EMULATE
-template <typename T, int kHeadDim>
+template <typename T, typename C, int kHeadDim>
 auto pick(bool has_norms) {
-  return has_norms ? norm_rope_store_kernel<T, kHeadDim, true> : norm_rope_store_kernel<T, kHeadDim, false>;
+  return has_norms ? norm_rope_store_kernel<T, C, kHeadDim, true> : norm_rope_store_kernel<T, C, kHeadDim, false>;
 }
 
 void norm_rope_store(TensorView qkv, TensorView q_norm, TensorView k_norm, TensorView rope, TensorView out_loc,
-                     TensorView q, TensorView k_pool, TensorView v_pool, double eps, bool has_norms) {
+                     TensorView q, TensorView k_pool, TensorView v_pool, double eps, bool has_norms,
+                     double inverse_k_scale, double inverse_v_scale) {
   constexpr int kThreads = 128;
   const int num_tokens = q.size(0), head_dim = q.size(2);
   Heads heads{static_cast<int>(q.size(1)), static_cast<int>(k_pool.size(2))};
   const int total = heads.num_heads + 2 * heads.num_kv_heads, per_block = kThreads * 2 * kVector / head_dim;
   heads.num_blocks = (total + per_block - 1) / per_block;
-  with_type(q, [&](auto element) {
+  with_types(q, k_pool, [&](auto element, auto cached) {
     using T = decltype(element);
+    using C = decltype(cached);
     const auto run = [&](auto kernel) {
-      launch(kernel, num_tokens * heads.num_blocks, kThreads, q.device(), data<T>(qkv), data<T>(q_norm), data<T>(k_norm), data<T>(rope),
-             static_cast<const int32_t*>(out_loc.data_ptr()), data<T>(q), data<T>(k_pool), data<T>(v_pool), qkv.stride(0), heads, eps);
+      launch(kernel, num_tokens * heads.num_blocks, kThreads, q.device(), data<T>(qkv), data<T>(q_norm), data<T>(k_norm),
+             data<T>(rope), static_cast<const int32_t*>(out_loc.data_ptr()), data<T>(q), data<C>(k_pool),
+             data<C>(v_pool), qkv.stride(0), heads, eps, inverse_k_scale, inverse_v_scale);
     };
-    if (head_dim == 64) return run(pick<T, 64>(has_norms));
-    if (head_dim == 128) return run(pick<T, 128>(has_norms));
+    if (head_dim == 64) return run(pick<T, C, 64>(has_norms));
+    if (head_dim == 128) return run(pick<T, C, 128>(has_norms));
     TVM_FFI_ICHECK(head_dim == 256) << "head dimension " << head_dim << " isn't compiled";
-    run(pick<T, 256>(has_norms));
+    run(pick<T, C, 256>(has_norms));
   });
 }
 

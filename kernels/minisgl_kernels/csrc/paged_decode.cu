@@ -7,6 +7,8 @@
 //
 // Scores are S' = K Q' and outputs O' = V' P', so that the 16 tokens of a tile, or 16 dimensions, are the rows of the
 // tensor core's products, and a KV head's queries the 8 columns.
+//
+// A sink is what the sums over a row begin with: in the share that holds the row's first tile, so it counts once.
 
 #include "paged_decode_output.cuh"
 
@@ -23,23 +25,34 @@ __device__ inline int row_holding(int tile, const int32_t* indptr, const Shape& 
   return ended;
 }
 
+// The sinks, to base 2, of the two queries of a KV head that a thread keeps sums of.
+template <typename T, typename C>
+__device__ float2 load_sinks(const Tensors<T, C>& tensors, const Shape& shape, int kv_head) {
+  const int query = threadIdx.x % 4 * 2;
+  const float* from = tensors.sinks + kv_head * shape.num_queries + query;
+  const bool exist = tensors.sinks != nullptr;
+  return make_float2(exist && query < shape.num_queries ? from[0] * kLog2e : -INFINITY,
+                     exist && query + 1 < shape.num_queries ? from[1] * kLog2e : -INFINITY);
+}
+
 // Copies a worker's tiles into its ring, in order.
-template <typename T, int kHeadDim>
+template <typename T, typename C, int kHeadDim>
 struct Loader {
-  static constexpr int kTileSize = kTile * kHeadDim;  // of keys; as many values lie behind them
-  static constexpr int kStages = kRingBytes / (2 * kTileSize * int{sizeof(T)});
-  const T *k_pool, *v_pool;  // from this thread's chunk of the first page on
+  using Layout = Tile<T, C, kHeadDim>;
+  static constexpr int kTileSize = Layout::kSize;  // of keys; as many values lie behind them
+  static constexpr int kStages = kRingBytes / (2 * kTileSize * int{sizeof(C)});
+  const C *k_pool, *v_pool;  // from this thread's chunk of the first page on
   const int32_t* pages;
-  T* ring;
+  C* ring;
   int page_bits, token_stride, next, end;
   int page_of_lane, page_of_lane_later;  // of the 32 tiles from a multiple of 32 behind the first on, and of those behind
 
-  __device__ Loader(const Tensors<T>& tensors, const Shape& shape, int kv_head, T* ring, int begin, int end)
+  __device__ Loader(const Tensors<T, C>& tensors, const Shape& shape, int kv_head, C* ring, int begin, int end)
       : pages(tensors.pages), ring(ring), page_bits(shape.page_bits), next(begin), end(end) {
-    constexpr int kChunks = kHeadDim / kVector;
+    constexpr int kChunks = Layout::kChunks;
     const int lane = threadIdx.x % 32;
     token_stride = shape.num_kv_heads * kHeadDim;
-    const int64_t start = kv_head * kHeadDim + lane % kChunks * kVector + int64_t{lane / kChunks} * token_stride;
+    const int64_t start = kv_head * kHeadDim + lane % kChunks * Layout::kPerChunk + int64_t{lane / kChunks} * token_stride;
     k_pool = tensors.k_pool + start;
     v_pool = tensors.v_pool + start;
     page_of_lane = page(begin + lane);
@@ -49,7 +62,7 @@ struct Loader {
   __device__ int page(int tile) const { return tile < end ? pages[tile >> page_bits] : 0; }
 
   __device__ void load_next(int stage, int number) {
-    constexpr int kChunks = kHeadDim / kVector, kTokens = 32 / kChunks;  // that one access of the warp covers
+    constexpr int kChunks = Layout::kChunks, kTokens = 32 / kChunks;  // that one access of the warp covers
     if (next < end) {
       const int lane = threadIdx.x % 32;
       if (number % 32 == 0 && number > 0) {
@@ -58,10 +71,10 @@ struct Loader {
       }
       const int64_t page = __shfl_sync(0xffffffffu, page_of_lane, number % 32);
       const int64_t from = ((page << page_bits) + (next & ((1 << page_bits) - 1))) * kTile * token_stride;
-      T* to = ring + stage * 2 * kTileSize;
+      C* to = ring + stage * 2 * kTileSize;
 #pragma unroll
       for (int token = 0; token < kTile; token += kTokens) {
-        const int target = place<kHeadDim>(token + lane / kChunks, lane % kChunks);
+        const int target = Layout::place(token + lane / kChunks, lane % kChunks);
         copy_async(to + target, k_pool + from + token * token_stride);
         copy_async(to + kTileSize + target, v_pool + from + token * token_stride);
       }
@@ -71,9 +84,9 @@ struct Loader {
   }
 };
 
-template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors<T> tensors, const Shape shape) {
-  using Load = Loader<T, kHeadDim>;
+template <typename T, typename C, int kHeadDim>
+__global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors<T, C> tensors, const Shape shape) {
+  using Load = Loader<T, C, kHeadDim>;
   constexpr int kStages = Load::kStages;
   const int warp = threadIdx.x / 32, worker = blockIdx.x * kWarps + warp;
   const int kv_head = worker % shape.num_kv_heads, share = worker / shape.num_kv_heads;
@@ -81,9 +94,9 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors
   const Shares shares(tensors.indptr[shape.num_rows] << shape.page_bits, shape.max_shares);
   const bool works = share < static_cast<int>(shares.num_shares);
   const int begin = works ? shares.begin(share) : 0, end = works ? shares.begin(share + 1) : 0;
-  T* ring = static_cast<T*>(dynamic_shared()) + warp * (kRingBytes / sizeof(T));
+  C* ring = static_cast<C*>(dynamic_shared()) + warp * (kRingBytes / sizeof(C));
   Load loader(tensors, shape, kv_head, ring, begin, end);
-  Row<T, kHeadDim> row, next_row;
+  Row<T, C, kHeadDim> row, next_row;
   row.load_place(tensors, shape, row_holding(begin, tensors.indptr, shape));
   next_row.load_place(tensors, shape, row.number + 1);
   const bool early = begin + kStages - 1 <= row.end - (1 << shape.page_bits);
@@ -94,22 +107,24 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors
   if (!works) return;
   row.load_values(tensors, shape, kv_head);
 
-  const Output<T, kHeadDim> output{tensors, shape, kv_head};
+  const Output<T, C, kHeadDim> output{tensors, shape, kv_head};
+  const float2 sinks = load_sinks(tensors, shape, kv_head), no_sinks = make_float2(-INFINITY, -INFINITY);
   SplitRow split[2] = {{-1}, {-1}};
-  Attention<T, kHeadDim> attention;
+  Attention<T, C, kHeadDim> attention;
   int tile = begin, number = 0;
   while (tile < end) {
     next_row.load_values(tensors, shape, kv_head);
+    row.make_factors();
     const int until = row.end < end ? row.end : end;
-    attention.start();
+    attention.start(tile == row.begin ? sinks : no_sinks);
     for (; tile < until; ++tile, ++number) {
       wait_for_copies<kStages - 2>();
       __syncwarp();  // everybody's copies have come, and nobody reads the tile before any more
       loader.load_next((number + kStages - 1) % kStages, number + kStages - 1);
-      T* keys = ring + number % kStages * 2 * Load::kTileSize;
+      C* keys = ring + number % kStages * 2 * Load::kTileSize;
       const int rest = row.num_tokens - (tile - row.begin) * kTile;
-      if (rest > 0)
-        attention.add(row.queries, keys, keys + Load::kTileSize, rest < kTile ? rest : kTile, shape.score_scale);
+      const int first = rest > shape.window ? rest - shape.window : 0, last = rest < kTile ? rest : kTile;
+      if (first < last) attention.add(row.queries, keys, keys + Load::kTileSize, first, last, shape.score_scale);
     }
     const float2 lse = attention.finish();
     if (begin <= row.begin && row.end <= end) {
@@ -131,8 +146,9 @@ __global__ void __launch_bounds__(kWarps * 32) paged_decode_kernel(const Tensors
 
 #ifndef MINISGL_EMULATE
 void paged_decode(TensorView q, TensorView k_pool, TensorView v_pool, TensorView indptr, TensorView pages,
-                  TensorView last_page_lens, TensorView prefix_out, TensorView prefix_lse, TensorView out,
-                  TensorView parts, TensorView arrivals, double scale, bool has_prefix) {
+                  TensorView last_page_lens, TensorView prefix_out, TensorView prefix_lse, TensorView sinks,
+                  TensorView out, TensorView parts, TensorView arrivals, double scale, bool has_prefix, bool has_sinks,
+                  int window) {
   const int num_heads = q.size(1), head_dim = q.size(2), num_kv_heads = k_pool.size(2);
   int page_bits = 0;
   while ((kTile << page_bits) < k_pool.size(1)) ++page_bits;
@@ -141,24 +157,26 @@ void paged_decode(TensorView q, TensorView k_pool, TensorView v_pool, TensorView
                     num_heads / num_kv_heads,
                     page_bits,
                     static_cast<int>(parts.size(0)) / 2,
-                    static_cast<float>(scale) * kLog2e};
+                    static_cast<float>(scale) * kLog2e,
+                    window};
   TVM_FFI_ICHECK(k_pool.size(1) == kTile << page_bits) << "a page isn't " << kTile << " tokens times a power of two";
   TVM_FFI_ICHECK((pages.size(0) << page_bits) * shape.max_shares < int64_t{1} << 32) << "the page lists are too long";
   TVM_FFI_ICHECK(shape.num_queries <= kMaxQueries) << "more than " << kMaxQueries << " queries per KV head";
   const int num_blocks = (shape.max_shares * num_kv_heads + kWarps - 1) / kWarps;
-  with_type(q, [&](auto element) {
+  with_types(q, k_pool, [&](auto element, auto cached) {
     using T = decltype(element);
+    using C = decltype(cached);
     const auto integers = [](const TensorView& x) { return static_cast<int32_t*>(x.data_ptr()); };
     const auto floats = [](const TensorView& x) { return static_cast<float*>(x.data_ptr()); };
-    const Tensors<T> tensors{data<T>(q), data<T>(k_pool), data<T>(v_pool), integers(indptr), integers(pages),
+    const Tensors<T, C> tensors{data<T>(q), data<C>(k_pool), data<C>(v_pool), integers(indptr), integers(pages),
                              integers(last_page_lens), has_prefix ? data<T>(prefix_out) : nullptr, floats(prefix_lse),
-                             data<T>(out), floats(parts), integers(arrivals)};
+                             has_sinks ? floats(sinks) : nullptr, data<T>(out), floats(parts), integers(arrivals)};
     const auto run = [&](auto kernel) {
       launch_with_shared(kernel, num_blocks, kWarps * 32, kWarps * kRingBytes, q.device(), tensors, shape);
     };
-    if (head_dim == 64) return run(paged_decode_kernel<T, 64>);
+    if (head_dim == 64) return run(paged_decode_kernel<T, C, 64>);
     TVM_FFI_ICHECK(head_dim == 128) << "head dimension " << head_dim << " isn't compiled";
-    run(paged_decode_kernel<T, 128>);
+    run(paged_decode_kernel<T, C, 128>);
   });
 }
 

@@ -16,39 +16,45 @@ struct SplitRow {
 };
 
 // What the warps of one KV head write.
-template <typename T, int kHeadDim>
+template <typename T, typename C, int kHeadDim>
 struct Output {
-  const Tensors<T>& tensors;
+  using Layout = Tile<T, C, kHeadDim>;
+  const Tensors<T, C>& tensors;
   const Shape& shape;
   int kv_head;
 
   // All of the row was this warp's.
-  __device__ void write(const Row<T, kHeadDim>& row, const Attention<T, kHeadDim>& attention, float2 lse) const {
+  __device__ void write(const Row<T, C, kHeadDim>& row, const Attention<T, C, kHeadDim>& attention, float2 lse) const {
     const int lane = threadIdx.x % 32, query = lane / 4;
     // This thread writes for another query than those of its columns.
     const float lse_even = __shfl_sync(0xffffffffu, lse.x, query / 2);
     const float lse_odd = __shfl_sync(0xffffffffu, lse.y, query / 2);
     const float weight = prefix_weight(row.prefix_lse, query % 2 ? lse_odd : lse_even);
     const int64_t head = (int64_t{row.number} * shape.num_kv_heads + kv_head) * shape.num_queries + query;
-    T* to = tensors.out + head * kHeadDim + lane % 4 * 2;
+    T* to = tensors.out + head * kHeadDim;
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
+      Pair pairs[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        pairs[half] = transpose(pack<T>(attention.out[step][2 * half], attention.out[step][2 * half + 1]));
+      Layout::pair_up(pairs);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Pair pair = transpose(pack<T>(attention.out[step][2 * half], attention.out[step][2 * half + 1]));
+        Pair pair = pairs[half];
         if (weight != 0.0f) {
           using Values = typename Vector<T>::Pair;
           const float2 own = widen(reinterpret_cast<const Values&>(pair));
           const float2 other = widen(reinterpret_cast<const Values&>(row.prefix[step][half]));
           pair = pack<T>(own.x + (other.x - own.x) * weight, own.y + (other.y - own.y) * weight);
         }
-        if (query < shape.num_queries) *reinterpret_cast<Pair*>(to + step * 16 + half * 8) = pair;
+        if (query < shape.num_queries) *reinterpret_cast<Pair*>(to + Layout::dimension(step, half)) = pair;
       }
     }
   }
 
   // This warp had a part of the row.
-  __device__ void write_part(int slot, const Attention<T, kHeadDim>& attention, float2 lse) const {
+  __device__ void write_part(int slot, const Attention<T, C, kHeadDim>& attention, float2 lse) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
@@ -58,8 +64,8 @@ struct Output {
       if (lane < 4) to[kHeadDim] = column ? lse.y : lse.x;
 #pragma unroll
       for (int step = 0; step < kHeadDim / 16; ++step) {
-        to[step * 16 + lane / 4] = attention.out[step][column];
-        to[step * 16 + lane / 4 + 8] = attention.out[step][column + 2];
+        to[Layout::row_dimension(step, 0)] = attention.out[step][column];
+        to[Layout::row_dimension(step, 1)] = attention.out[step][column + 2];
       }
     }
   }
@@ -92,6 +98,7 @@ struct Output {
 
  private:
   static constexpr int kPartSize = kHeadDim + 4, kPerLane = kHeadDim / 32, kFewQueries = 2;
+  static constexpr float kLowest = -3.0e38f;
 
   // A lane's dimensions of a query.
   template <typename U>
@@ -156,7 +163,7 @@ struct Output {
     load_parts(row, row.first_share + kParts, later);
     float highest[kQueries], total[kQueries] = {}, sums[kQueries][kPerLane] = {};
 #pragma unroll
-    for (int query = 0; query < kQueries; ++query) highest[query] = -INFINITY;
+    for (int query = 0; query < kQueries; ++query) highest[query] = kLowest;  // shares before a window have -infinity
 #pragma unroll 1
     for (int share = row.first_share; share <= row.last_share; share += kParts) {
 #pragma unroll

@@ -1,7 +1,7 @@
 // silu(gate) * up or gelu(gate) * up, one thread per eight outputs. Called through `silu_and_mul.py`, which describes the
 // arguments.
 
-#include "common.cuh"
+#include "activation.cuh"
 
 namespace minisgl {
 
@@ -12,20 +12,7 @@ __global__ void silu_and_mul_kernel(const T* gate_up, T* out, int width, int num
   wait_for_inputs();
   if (column >= width) return;
   const T* gates = gate_up + row * 2 * width + column;
-  const Vector<T> gate = Vector<T>::load(gates), up = Vector<T>::load(gates + width);
-  float x[kVector], y[kVector];
-  gate.widen_to(x);
-  up.widen_to(y);
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    // 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 * y)), with y = sqrt(2 / pi) * (x + 0.044715 * x^3).
-    const float exponent = kGelu ? x[i] * (1.5957691f + 0.07135481f * x[i] * x[i]) : x[i];
-    x[i] = __fdividef(x[i], 1.0f + __expf(-exponent));
-  }
-  Vector<T>::round(x).widen_to(x);
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) x[i] *= y[i];
-  Vector<T>::round(x).store(out + row * width + column);
+  activate<kGelu>(Vector<T>::load(gates), Vector<T>::load(gates + width)).store(out + row * width + column);
 }
 
 #ifndef MINISGL_EMULATE

@@ -64,6 +64,13 @@ __device__ inline Pair transpose(Pair matrix) {
   return out;
 }
 
+// Four e4m3 numbers as fp16, the first two in `low`.
+__device__ inline void widen_e4m3(uint32_t numbers, Pair& low, Pair& high) {
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(numbers));
+}
+
 // sums (16 x 8, float) += a (16 x 16) * b (16 x 8).
 __device__ inline void multiply(float (&sums)[4], const Pair (&a)[4], Pair b_low, Pair b_high, __nv_bfloat16) {
   asm volatile(

@@ -6,6 +6,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <sched.h>
 #include <ucontext.h>
@@ -47,6 +48,7 @@ struct Barrier {
   int64_t turn = 0;
 };
 
+// Of a cluster all blocks at once, one thread behind the other.
 struct Block {
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Barrier> warps;
@@ -61,13 +63,15 @@ inline std::function<void()> body;
 
 inline Fiber& self() { return *block->fibers[block->current]; }
 
+inline void yield() { swapcontext(&self().context, &block->scheduler); }
+
 inline void meet(Barrier& barrier) {
   const int64_t turn = barrier.turn;
   if (++barrier.arrived == barrier.members) {
     barrier.arrived = 0;
     ++barrier.turn;
   }
-  while (barrier.turn == turn) swapcontext(&self().context, &block->scheduler);
+  while (barrier.turn == turn) yield();
 }
 inline void leave(Barrier& barrier) {
   if (--barrier.members > 0 && barrier.arrived == barrier.members) {
@@ -108,12 +112,12 @@ T from_lane(const T& mine, int lane) {
 
 }  // namespace emulate
 
+inline dim3 blockIdx, blockDim, gridDim;
 inline struct {
   struct {
-    operator int() const { return emulate::block->current; }
+    operator int() const { return emulate::block->current % blockDim.x; }
   } x;
 } threadIdx;
-inline dim3 blockIdx, blockDim, gridDim;
 
 inline void __syncthreads() { emulate::meet(emulate::block->all); }
 inline void __syncwarp() { emulate::meet_warp(); }
@@ -129,6 +133,12 @@ T __shfl_xor_sync(unsigned, T x, int mask) {
 inline bool __any_sync(unsigned, bool x) {
   for (int mask = 16; mask > 0; mask /= 2) x |= __shfl_xor_sync(0, x, mask);
   return x;
+}
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t places) {
+  const uint64_t bytes = low | static_cast<uint64_t>(high) << 32;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) out |= static_cast<uint32_t>(bytes >> (places >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return out;
 }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __expf(float x) { return std::exp(x); }
@@ -180,6 +190,13 @@ inline void load(Pair (&out)[4], const void* row, bool transposed) {
 inline void load_matrices(Pair (&out)[4], const void* row) { load(out, row, false); }
 inline void load_matrices_transposed(Pair (&out)[4], const void* row) { load(out, row, true); }
 
+inline void widen_e4m3(uint32_t numbers, Pair& low, Pair& high) {
+  for (int i = 0; i < 2; ++i) {
+    const __half2_raw two = __nv_cvt_fp8x2_to_halfraw2(static_cast<uint16_t>(numbers >> 16 * i), __NV_E4M3);
+    (i ? high : low) = pair_of(two.x, two.y);
+  }
+}
+
 template <typename T>
 float number(uint16_t bits) {
   T x;
@@ -212,20 +229,23 @@ void multiply(float (&sums)[4], const Pair (&a)[4], Pair b_low, Pair b_high, T) 
 
 namespace emulate {
 
-// Run a kernel, block after block.
+inline size_t shared_vectors;  // of a block
+inline char* shared_of(int block) { return reinterpret_cast<char*>(shared_memory.data() + block * shared_vectors); }
+
+// Run a kernel, cluster after cluster.
 template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), int blocks, int threads, int shared, Args&&... args) {
-  shared_memory.assign(shared / sizeof(uint4) + 1, make_uint4(~0u, ~0u, ~0u, ~0u));  // NaN, whatever the type
+void launch_clusters(int cluster, void (*kernel)(Params...), int blocks, int threads, int shared, Args&&... args) {
+  shared_vectors = shared / sizeof(uint4) + 1;
+  shared_memory.assign(cluster * shared_vectors, make_uint4(~0u, ~0u, ~0u, ~0u));  // NaN, whatever the type
   gridDim = dim3(blocks);
   blockDim = dim3(threads);
   body = [&] { kernel(static_cast<Params>(args)...); };
-  for (int number = 0; number < blocks; ++number) {
-    blockIdx = dim3(number);
+  for (int number = 0; number < blocks; number += cluster) {
     Block running;
     block = &running;
-    running.warps.resize((threads + 31) / 32);
-    running.all.members = threads;
-    for (int i = 0; i < threads; ++i) {
+    running.warps.resize((threads * cluster + 31) / 32);
+    running.all.members = threads * cluster;
+    for (int i = 0; i < threads * cluster; ++i) {
       ++running.warps[i / 32].members;
       running.fibers.push_back(std::make_unique<Fiber>());
       Fiber& fiber = *running.fibers.back();
@@ -236,14 +256,20 @@ void launch(void (*kernel)(Params...), int blocks, int threads, int shared, Args
     }
     for (bool any = true; any;) {
       any = false;
-      for (int i = 0; i < threads; ++i) {
+      for (int i = 0; i < threads * cluster; ++i) {
         if (running.fibers[i]->done) continue;
         any = true;
         running.current = i;
+        blockIdx = dim3(number + i / threads);
         swapcontext(&running.scheduler, &running.fibers[i]->context);
       }
     }
   }
+}
+
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), int blocks, int threads, int shared, Args&&... args) {
+  launch_clusters(1, kernel, blocks, threads, shared, std::forward<Args>(args)...);
 }
 
 }  // namespace emulate
