@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minisgl_batch._version import __version__
 from minisgl_batch.errors import MiniSGLError
 from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from minisgl_batch.client import AsyncClient, AsyncJobHandle, Client, JobHandle, JobState
@@ -25,11 +26,16 @@ __all__ = [
     "JobState",
     "MiniSGLError",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
 _HOMES = {"LLM": "llm"}
 _HOMES |= dict.fromkeys(("AsyncClient", "AsyncJobHandle", "Client", "JobHandle", "JobState"), "client")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

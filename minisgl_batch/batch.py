@@ -12,8 +12,9 @@ The scheduler makes a ScheduledBatch; the engine turns it into a ForwardBatch; m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
+FillMasks: TypeAlias = Callable[[IntArray], None]
+"""Writes the masks of a step's constrained rows to (num_constrained, num_words) int32, contiguous; bit t % 32 of word
+t / 32 allows token t."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +105,13 @@ class Scoring:
         num_top: how many of the most probable ones.
         sampled: positions among the rows that sample; their new tokens are scored.
         rows: rows of the step whose pieces score tokens of the prompt: each token the one behind it.
-        counts: how many leading tokens of each such piece.
+        firsts, counts: which tokens of each such piece: so many from this one on.
     """
 
     num_top: int
     sampled: IntArray
     rows: IntArray
+    firsts: IntArray
     counts: IntArray
 
     @property
@@ -131,6 +136,7 @@ class ScheduledBatch:
         shared: groups of decode rows to attend in two levels; None to attend row by row.
         any_adjust: some sampled row's logits change before it samples: penalties, biases, tokens that mustn't come.
         scoring: whose log-probabilities to give; None: nobody's.
+        constrained: positions among the rows that sample; the step waits for their masks before it samples. None: none.
     """
 
     slots: IntArray
@@ -144,6 +150,7 @@ class ScheduledBatch:
     shared: SharedPrefixes | None = None
     any_adjust: bool = False
     scoring: Scoring | None = None
+    constrained: IntArray | None = None
 
     @property
     def num_rows(self) -> int:

@@ -26,7 +26,7 @@ import torch
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.hub import model_path
-from minisgl_batch.messages import AddRequests, DropCache, EngineStats, NewRequest, StepOutput
+from minisgl_batch.messages import AddRequests, DropCache, EngineStats, NewPrompt, NewRequest, StepOutput
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.local import LocalEngine
@@ -87,6 +87,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 48,
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 201088,
     },
 }
 """Shapes to measure with dummy weights, as config.json has them."""
@@ -167,7 +197,7 @@ class Bench:
         started = time.perf_counter()
         self._model, self._tp, self._shrink = config.model, config.tp, shrink
         with _model_folder(config, shrink) as resolved:
-            self._vocab_size = load_model_config(model_path(resolved.model)).vocab_size
+            self._vocab_size = load_model_config(model_path(resolved.model, resolved.revision)).vocab_size
             self.engine = LocalEngine(resolved)
         self._next_uid = 0
         # Once through the kinds of steps that follow: large pieces, many rows.
@@ -216,16 +246,16 @@ class Bench:
     def _generate(self, prompts: Prompts) -> tuple[float, int]:
         """Seconds for the whole call, and how many tokens came."""
         started = time.perf_counter()
-        requests = []
+        added = []
         for prompt, num_tokens in prompts:
             sampling = EngineSampling(max_tokens=num_tokens, temperature=TEMPERATURE, seed=self._next_uid)
             # Small vocabularies don't have all ids; the lengths and what is in common stay as they are.
             ids = np.array(prompt, dtype=np.int32) % self._vocab_size
-            requests.append(NewRequest(self._next_uid, ids.tobytes(), sampling))
+            added.append(NewPrompt(ids.tobytes(), sampling, [NewRequest(self._next_uid)]))
             self._next_uid += 1
-        self.engine.source.inbox.append(AddRequests(requests))
-        outputs: dict[int, list[int]] = {request.uid: [] for request in requests}
-        left = len(requests)
+        self.engine.source.inbox.append(AddRequests(added))
+        outputs: dict[int, list[int]] = {new.requests[0].uid: [] for new in added}
+        left = len(added)
         while left:
             for step in self.engine.tick():
                 assert isinstance(step, StepOutput)
@@ -244,7 +274,7 @@ def _model_folder(config: EngineConfig, shrink: int) -> Iterator[EngineConfig]:
         yield config
         return
     if not config.dummy_weights:
-        raise InvalidParameterError("model", f"{config.model} is a shape without weights: add --dummy-weights")
+        raise InvalidParameterError("model", f"{config.model} is a shape without weights: add `dummy_weights`")
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
         shape = shape | {key: max(1, shape[key] // shrink) for key in _SHRINKABLE if key in shape}
         (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")

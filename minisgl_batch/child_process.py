@@ -24,7 +24,7 @@ from typing import IO, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from minisgl_batch.errors import MiniSGLError, RankLostError
+from minisgl_batch.errors import InvalidParameterError, MiniSGLError, RankLostError, WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,20 @@ class ChildFailed(msgspec.Struct, frozen=True, tag="failed"):
         expected: the user can solve it, and needs no traceback.
         exit_code: for the command that started it all.
         at_s: when, on the monotonic clock, which the processes of a machine share.
+        field: the option at fault, if it is one's.
     """
 
     message: str
     expected: bool
     exit_code: int
     at_s: float = 0.0
+    field: str = ""
+
+    def error(self) -> InvalidParameterError | WorkerError:
+        """The error for whoever started the child."""
+        if self.field:
+            return InvalidParameterError(self.field, self.message.removeprefix(f"{self.field}: "))
+        return WorkerError(self.message, exit_code=self.exit_code)
 
     @property
     def is_echo(self) -> bool:
@@ -267,7 +275,8 @@ def run_child(
         status.failed(ChildFailed(str(error), True, error.exit_code, time.monotonic()))
         os._exit(error.exit_code)  # collectives that were left by an error have threads, which a tidy end may abort on
     except MiniSGLError as error:
-        status.failed(ChildFailed(str(error), True, error.exit_code, time.monotonic()))
+        field = error.field if isinstance(error, InvalidParameterError) else ""
+        status.failed(ChildFailed(str(error), True, error.exit_code, time.monotonic(), field))
         sys.exit(error.exit_code)
     except Exception as error:
         logger.exception("%s failed", name)

@@ -72,11 +72,17 @@ class InputUnreachableError(InvalidInputError):
     """Raised when this machine can't open or read an input, or may not; another worker may."""
 
 
-class ModelError(MiniSGLError):
-    """Raised when a model can't be found or loaded, or doesn't fit into memory."""
+class ModelError(UsageError):
+    """Raised when a model can't be used: there is none, or its files aren't what they should be."""
 
 
-class ModelNotFoundError(ModelError, UsageError):
+class ModelUnavailableError(ModelError):
+    """Raised when a model can't be used here and now: the hub doesn't answer, or memory is short."""
+
+    exit_code = 1
+
+
+class ModelNotFoundError(ModelError):
     """Raised when no folder and no model of the hub has the given name."""
 
 

@@ -5,29 +5,42 @@ Knows nothing of what is inside. Called by tokenizers (frontend) and weight load
 
 from __future__ import annotations
 
+import logging
+import re
 from importlib.resources import files
 from pathlib import Path
 
-from minisgl_batch.errors import ModelError, ModelNotFoundError
+from minisgl_batch.errors import InvalidParameterError, ModelError, ModelNotFoundError, ModelUnavailableError
 from minisgl_batch.words import one_line
+
+logger = logging.getLogger(__name__)
 
 DEMO_MODEL = "demo"
 MAX_ANSWER_CHARS = 200
 _TEXT_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _WEIGHT_FILES = ["*.safetensors"]
+_OTHER_COPIES = ["original/*", "consolidated*"]  # gpt-oss' and Mistral's weights once more, as their makers name them
+_ADAPTER = "adapter_config.json"
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
-def model_path(model: str, *, weights: bool = True) -> Path:
+def model_path(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The local folder that holds `model`; downloads a hub id on first use.
 
     Args:
-        model: "demo", a folder with a config.json, or a hub id such as "Qwen/Qwen3-0.6B".
+        model: "demo", a folder with a config.json, or a hub id such as "Qwen/Qwen3-0.6B", perhaps with the revision
+            behind it: "Qwen/Qwen3-0.6B@main".
+        revision: of a hub id, a branch, tag or commit; by default its main branch.
         weights: without them, only what a tokenizer needs is downloaded.
 
     Raises:
-        ModelNotFoundError: there is no such folder and no such hub id.
-        ModelError: the folder is none of a model, or the hub can't be reached.
+        ModelNotFoundError: there is no such folder and no such hub id, or it has no such revision.
+        ModelUnavailableError: the hub can't be reached.
+        ModelError: the folder is none of a model.
+        InvalidParameterError: a revision was given for something else than a hub id, or two were.
     """
+    if revision is not None and _is_here(model):
+        raise InvalidParameterError("revision", f"{model!r} is no hub id, and nothing else has revisions: leave it out")
     if model == DEMO_MODEL:
         return Path(str(files("minisgl_batch") / "demo" / "model"))
     if model.lower() == DEMO_MODEL:
@@ -37,7 +50,41 @@ def model_path(model: str, *, weights: bool = True) -> Path:
         return _with_config(folder)
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         raise ModelNotFoundError(f"no model folder at {folder}")
-    return _with_config(_download(model, _TEXT_FILES + _WEIGHT_FILES if weights else _TEXT_FILES))
+    name, revision = _split(model, revision)
+    return _with_config(_download(name, revision, _TEXT_FILES + _WEIGHT_FILES if weights else _TEXT_FILES))
+
+
+def commit_of(path: Path) -> str | None:
+    """The commit of a hub id's files in the hub's cache; None for other folders."""
+    return path.name if path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name) else None
+
+
+def folder_of(model: str, revision: str | None) -> str:
+    """The name of a model, or the folder of the files that a hub id stands for now, downloaded.
+
+    Whoever is given it runs the same, also when the hub has others by then, and asks no hub. Errors as `model_path`.
+    """
+    path = model_path(model, revision)
+    return model if _is_here(model) else str(path)
+
+
+def _is_here(model: str) -> bool:
+    """Whether it is no hub id."""
+    return model == DEMO_MODEL or Path(model).expanduser().is_dir()
+
+
+def _split(model: str, revision: str | None) -> tuple[str, str | None]:
+    """A hub id, and the revision that stands behind it or was given."""
+    name, mark, behind = model.partition("@")
+    if not mark:
+        return model, revision
+    if revision is not None:
+        raise InvalidParameterError("revision", f"{model!r} names one, too: give one of them")
+    if _is_here(name):
+        raise ModelNotFoundError(f"there is no model {model!r}: {name} is no hub id, and nothing else has revisions")
+    if not behind:
+        raise ModelNotFoundError(f"there is no model {model!r}: a branch, tag or commit must follow the @")
+    return name, behind
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -45,13 +92,20 @@ def refuse_adapter(folder: Path) -> None:
     Raises:
         ModelError: the folder holds a LoRA adapter; says what to do.
     """
-    config = folder / "adapter_config.json"
+    config = folder / _ADAPTER
     if config.is_file():
         raise ModelError(
             f"{config}: LoRA adapters aren't supported: merge the adapter into the model that it was made for "
             "(base_model_name_or_path) with peft's merge_and_unload, save that and its tokenizer with save_pretrained, "
             "and give the new folder"
         )
+
+
+def warn_of_adapter(folder: Path) -> None:
+    """Log a warning when a LoRA adapter lies beside a model's weights, as training tools leave it."""
+    config = folder / _ADAPTER
+    if config.is_file():
+        logger.warning("%s: the adapter isn't applied, the weights beside it run as they are", config)
 
 
 def _with_config(folder: Path) -> Path:
@@ -61,24 +115,40 @@ def _with_config(folder: Path) -> Path:
     return folder
 
 
-def _download(model: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
+        GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
+    what = f"model {model!r}" + (f" at revision {revision!r}" if revision is not None else "")
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_COPIES))
+    except RevisionNotFoundError as error:
+        raise ModelNotFoundError(f"there is no {what}: give a branch, a tag or a commit that it has") from error
+    except GatedRepoError as error:
+        raise ModelError(
+            f"can't get {what}: it is for those who accepted its terms: do so on its page at the Hugging Face hub, and "
+            "set HF_TOKEN to a token of that account"
+        ) from error
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise ModelNotFoundError(
             f"there is no model {model!r}: give {DEMO_MODEL}, a folder, or a hub id such as Qwen/Qwen3-0.6B "
-            f"(the Hugging Face hub answered: {one_line(str(error), MAX_ANSWER_CHARS)})"
+            f"(the Hugging Face hub answered: {one_line(' '.join(str(error).split()), MAX_ANSWER_CHARS)})"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ModelError(
-            f"can't get model {model!r}: it is no folder here, and not {DEMO_MODEL}; the Hugging Face hub answered: "
-            f"{one_line(str(error), MAX_ANSWER_CHARS)}"
+        if constants.HF_HUB_OFFLINE:
+            raise ModelUnavailableError(
+                f"{what} is no folder here and isn't whole in the Hugging Face hub's cache {constants.HF_HUB_CACHE}, "
+                "and HF_HUB_OFFLINE is set: unset it to download the model, or set HF_HOME to where it is"
+            ) from error
+        why = one_line(" ".join(str(error.__cause__ or error).split()), MAX_ANSWER_CHARS)
+        raise ModelUnavailableError(
+            f"can't get {what} from the Hugging Face hub, and it is no folder here: {why}; check the network and the "
+            "disk, or give a local folder; HF_HUB_OFFLINE=1 takes what is whole in the hub's cache"
         ) from error

@@ -15,24 +15,25 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from minisgl_batch.config import CacheKind, Dtype, EngineConfig
+from minisgl_batch.config import CacheKind, Dtype, EngineConfig, KVCacheDtype, Quantization
 from minisgl_batch.errors import RequestError, UsageError
 from minisgl_batch.hub import model_path
 from minisgl_batch.messages import (
     AbortRequests,
     AddRequests,
     EngineStats,
-    NewRequest,
+    NewPrompt,
     Ready,
     RequestsRefused,
     StepOutput,
 )
-from minisgl_batch.models.config import load_model_config
+from minisgl_batch.models.fetch import fetch_model
+from minisgl_batch.other_fields import no_such
 from minisgl_batch.outputs import CompletionOutput, RequestOutput, StreamEvent
+from minisgl_batch.progress_bar import progress_bar
 from minisgl_batch.prompts import Prompts, as_chats, as_prompts
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
+from minisgl_batch.scheduler.constraints import FAILED
 from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
     ChatOptions,
@@ -42,6 +43,7 @@ from minisgl_batch.tokenizer import (
     OutputProcessor,
     PromptInput,
     SampleOutput,
+    check_constraint,
     resolve_request,
 )
 from minisgl_batch.words import count
@@ -55,9 +57,9 @@ class LLM:
     Args:
         model: "demo", a local folder in Hugging Face format, or a hub id.
         seed: makes samples of prompts without a seed of their own repeatable.
-        page_size, num_pages, max_running, max_prefill_tokens, max_seq_len, memory_ratio, dtype, attention_backend,
-        cache, overlap, cuda_graph_max_bs, mixed, share_prefixes, tp, check_ranks, pynccl, dummy_weights, device: see
-        `EngineConfig`.
+        page_size, num_pages, max_running, max_prefill_tokens, max_seq_len, memory_ratio, dtype, quantization,
+        kv_cache_dtype, attention_backend, cache, overlap, cuda_graph_max_bs, mixed, share_prefixes, batch_invariant,
+        tp, check_ranks, pynccl, dummy_weights, device, revision: see `EngineConfig`.
 
     Raises:
         ModelError: the model can't be found or loaded, or doesn't fit into memory.
@@ -77,18 +79,25 @@ class LLM:
         max_seq_len: int | None = None,
         memory_ratio: float | None = None,
         dtype: Dtype = "auto",
+        quantization: Quantization | None = None,
+        kv_cache_dtype: KVCacheDtype = "auto",
         attention_backend: str = "auto",
         cache: CacheKind = "radix",
         overlap: bool | None = None,
         cuda_graph_max_bs: int | None = None,
         mixed: bool | None = None,
         share_prefixes: bool = True,
+        batch_invariant: bool = False,
         tp: int = 1,
         check_ranks: int = 0,
         pynccl: bool = True,
         dummy_weights: bool = False,
         device: Literal["auto", "cpu", "cuda"] = "auto",
+        revision: str | None = None,
+        **others: Any,
     ) -> None:
+        if others:
+            raise no_such(min(others), "argument of LLM", frozenset(("seed", *EngineConfig.__dataclass_fields__)))
         self.config = EngineConfig(
             model=model,
             page_size=page_size,
@@ -98,21 +107,25 @@ class LLM:
             max_seq_len=max_seq_len,
             memory_ratio=memory_ratio,
             dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             attention_backend=attention_backend,
             cache=cache,
             overlap=overlap,
             cuda_graph_max_bs=cuda_graph_max_bs,
             mixed=mixed,
             share_prefixes=share_prefixes,
+            batch_invariant=batch_invariant,
             tp=tp,
             check_ranks=check_ranks,
             pynccl=pynccl,
             dummy_weights=dummy_weights,
             device=device,
+            revision=revision,
         )
-        load_model_config(model_path(model, weights=False))  # refused before its weights are downloaded
-        self.tokenizer = ModelTokenizer.load(model_path(model))
-        self._engine = LocalEngine(self.config)
+        fetched = fetch_model(self.config)
+        self.tokenizer = ModelTokenizer.load(model_path(fetched.model))
+        self._engine = LocalEngine(fetched)
         self._end = weakref.finalize(self, self._engine.close)
         self._inbox = self._engine.source.inbox
         self.max_seq_len = self._engine.ready.max_seq_len
@@ -120,6 +133,7 @@ class LLM:
         self._seed = secrets.randbelow(MAX_SEED) if seed is None else seed
         self._num_prompts = 0
         self._next_uid = 0
+        self._has_given_vocabulary = False
 
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer."""
@@ -137,8 +151,12 @@ class LLM:
                 config.
             progress: show a progress bar on standard error.
 
+        Returns:
+            Of each prompt its outputs. One whose grammar came to a dead end has "error" for a `finish_reason`.
+
         Raises:
-            RequestError: a prompt can't be served, such as one longer than the context; names it. Nothing has run.
+            RequestError: a prompt can't be served, such as one longer than the context; names it. Nothing has run, but
+                where a grammar takes too much time or memory.
         """
         return self._generate(as_prompts(prompts), sampling_params, progress)
 
@@ -170,6 +188,28 @@ class LLM:
         )
         layers = [layer.over(options) for layer in _layers(sampling_params, len(chats))]
         return self._generate(chats, layers, progress)
+
+    def score(
+        self, prompts: Prompts, choices: Sequence[str] | Sequence[Sequence[str]], *, progress: bool = True
+    ) -> list[RequestOutput]:
+        """How probable given continuations are: `generate` with `SamplingParams(choices=...)`.
+
+        Args:
+            prompts: as `generate`.
+            choices: continuations of each prompt, or a list of them for each one.
+            progress: as `generate`.
+
+        Returns:
+            Of each prompt one output, whose `choices` are scored and whose `text` is the most probable one.
+
+        Raises:
+            UsageError: the choices can't be used.
+            RequestError: as `generate`.
+        """
+        inputs = as_prompts(prompts)
+        return self._generate(
+            inputs, [SamplingParams(choices=texts) for texts in _each(choices, len(inputs))], progress
+        )
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamEvent]:
         """Generate for all prompts, and yield text as it comes. A caller who leaves early ends what still runs.
@@ -206,7 +246,7 @@ class LLM:
 
     def _generate(self, inputs: list[PromptInput], params: Params, progress: bool) -> list[RequestOutput]:
         work = self._prepare(inputs, params)
-        with _progress_bar(len(work.requests), shown=progress) as bar:
+        with progress_bar(len(work.uids()), shown=progress) as bar:
             for events in self._run(work):
                 for sample in events.finished:
                     work.keep(sample)
@@ -217,7 +257,7 @@ class LLM:
         layers = _layers(params, len(inputs))
         work = _Work(inputs, self.tokenizer)
         encoded = self.tokenizer.encode_inputs(inputs, options=[ChatOptions.of(layer) for layer in layers])
-        for index, (ids, layer) in enumerate(zip(encoded, layers, strict=True)):
+        for index, (prompt, ids, layer) in enumerate(zip(inputs, encoded, layers, strict=True)):
             try:
                 if isinstance(ids, RequestError):
                     raise ids
@@ -228,21 +268,24 @@ class LLM:
                     max_len=self.max_seq_len,
                     job_seed=self._seed,
                     row_index=self._num_prompts + index,
+                    prompt=prompt,
                 )
+                check_constraint(resolved.constraint)
             except RequestError as error:
                 raise RequestError(error.error_type, f"prompt {index}: {error}") from error
-            requests = resolved.messages(self._next_uid)
-            work.add(requests, resolved.prompt_ids.tolist())
-            for request in requests:
-                self._outputs.add_request(request, resolved)
-            self._next_uid += len(requests)
+            message = resolved.message(self._next_uid)
+            work.add(message, self._outputs.add_prompt(message, resolved), resolved.prompt_ids.tolist())
+            self._next_uid += len(message.requests)
         self._num_prompts += len(inputs)
         return work
 
     def _run(self, work: _Work, *, watch: bool = False) -> Iterator[OutputEvents]:
         """Drive the engine until every request of `work` has ended."""
-        left = {request.uid for request in work.requests}
-        self._inbox.append(AddRequests(work.requests))
+        left = work.uids()
+        if not self._has_given_vocabulary and any(prompt.constraint is not None for prompt in work.messages):
+            self._inbox.append(self.tokenizer.vocabulary())
+            self._has_given_vocabulary = True
+        self._inbox.append(AddRequests(work.messages))
         if watch:
             for uid in left:
                 self._outputs.watch(uid)
@@ -252,9 +295,9 @@ class LLM:
                     left.difference_update(sample.uid for sample in events.finished)
                     yield events
         finally:
-            self._outputs.abort(left)
+            aborts = self._outputs.abort(left).aborts
             if self._engine.is_usable:
-                self._inbox.append(AbortRequests(sorted(left)))
+                self._inbox.append(AbortRequests(sorted(aborts)))
                 for _ in self._tick():
                     pass  # answers to what was just aborted
 
@@ -270,6 +313,15 @@ class LLM:
             if events.aborts:
                 self._inbox.append(AbortRequests(events.aborts))
             yield events
+
+
+def _each(choices: Sequence[Any], num_prompts: int) -> Sequence[Any]:
+    """The choices of each prompt; what they hold is checked later."""
+    if not isinstance(choices, Sequence) or all(isinstance(text, str) for text in choices):
+        return [choices] * num_prompts
+    if len(choices) != num_prompts:
+        raise UsageError(f"choices: {len(choices)} lists were given for {count(num_prompts, 'prompt')}")
+    return choices
 
 
 def _layers(params: Params, num_prompts: int) -> list[SamplingParams]:
@@ -292,14 +344,19 @@ class _Work:
         self._prompt_ids: list[list[int]] = []
         self._owners: dict[int, tuple[int, int]] = {}
         self._samples: list[dict[int, SampleOutput]] = []
-        self.requests: list[NewRequest] = []
+        self.messages: list[NewPrompt] = []
 
-    def add(self, requests: list[NewRequest], prompt_ids: list[int]) -> None:
-        for sample_index, request in enumerate(requests):
-            self._owners[request.uid] = (len(self._prompt_ids), sample_index)
+    def add(self, message: NewPrompt, uids: list[int], prompt_ids: list[int]) -> None:
+        """Take a prompt; `uids` are those of its samples."""
+        for sample_index, uid in enumerate(uids):
+            self._owners[uid] = (len(self._prompt_ids), sample_index)
         self._prompt_ids.append(prompt_ids)
         self._samples.append({})
-        self.requests.extend(requests)
+        self.messages.append(message)
+
+    def uids(self) -> set[int]:
+        """Of all samples."""
+        return set(self._owners)
 
     def owner(self, uid: int) -> tuple[int, int]:
         """(prompt index, sample index)."""
@@ -307,9 +364,9 @@ class _Work:
 
     def keep(self, sample: SampleOutput) -> int:
         """Take a finished sample, and say which of its prompt's it is."""
-        if sample.error is not None:
-            raise sample.error
         prompt_index, sample_index = self.owner(sample.uid)
+        if (error := sample.error) is not None and error.error_type != FAILED:
+            raise RequestError(error.error_type, f"prompt {prompt_index}: {error}")
         self._samples[prompt_index][sample_index] = sample
         return sample_index
 
@@ -340,39 +397,9 @@ class _Work:
             cumulative_logprob=None if found is None else sum(found.logprobs.tolist()),
             reasoning_text=sample.reasoning_text,
             raw_text=sample.raw_text,
+            choices=sample.choices,
         )
 
     def _prompt_logprobs(self, first: SampleOutput) -> list[dict[int, Logprob] | None] | None:
         found = first.prompt_logprobs
         return None if found is None else [None, *found.as_dicts(self._text_of)]
-
-
-class _progress_bar:  # noqa: N801  # a context manager that reads as a function
-    """A bar of finished prompts with the rate of output tokens."""
-
-    def __init__(self, total: int, *, shown: bool) -> None:
-        from rich.console import Console
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
-        self._task = self._bar.add_task("generating", total=total, rate="")
-        self._started = time.perf_counter()
-        self._num_tokens = 0
-
-    def __enter__(self) -> _progress_bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def count(self, sample: SampleOutput) -> None:
-        self._num_tokens += len(sample.token_ids)
-        rate = self._num_tokens / (time.perf_counter() - self._started)
-        self._bar.update(self._task, advance=1, rate=f"{rate:,.0f} tok/s")

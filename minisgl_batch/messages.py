@@ -14,23 +14,64 @@ from minisgl_batch.sampling_params import EngineSampling
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One request for the engine.
+    """One request of a prompt.
 
     Attributes:
         uid: the frontend's number for it; never reused while the frontend lives.
-        prompt_ids: int32 little-endian token ids, at least one.
-        sampling: concrete sampling values.
+        sample_index: which of the prompt's samples it is.
+        ending: int32 little-endian token ids that follow the prompt's, and of which alone the log-probabilities are
+            given; b"": none.
     """
 
     uid: int
+    sample_index: int = 0
+    ending: bytes = b""
+
+
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """What the text must be; see `scheduler.constraints`.
+
+    Attributes:
+        grammar: as llguidance takes it; "" on its way to followers, who leave that to rank 0.
+        opening: the tokens that may begin reasoning, in which everything is allowed; (): none may come.
+        closing: those that end it.
+        answering: those that may stand before a text without reasoning.
+        in_reasoning: the prompt has begun it.
+    """
+
+    grammar: str
+    opening: tuple[int, ...] = ()
+    closing: tuple[int, ...] = ()
+    answering: tuple[int, ...] = ()
+    in_reasoning: bool = False
+
+
+class NewPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt for the engine, with the requests that have it in common.
+
+    Attributes:
+        prompt_ids: int32 little-endian token ids, at least one.
+        sampling: concrete sampling values of the first sample.
+        requests: in the order they shall be served.
+        constraint: of each of their texts; None: they are free.
+    """
+
     prompt_ids: bytes
     sampling: EngineSampling
+    requests: list[NewRequest]
+    constraint: Constraint | None = None
+
+    def sampling_of(self, request: NewRequest) -> EngineSampling:
+        """Those of one of its requests; the first sample alone scores the prompt, which is the same for all."""
+        if not request.sample_index:
+            return self.sampling
+        return msgspec.structs.replace(self.sampling, sample_index=request.sample_index, num_prompt_logprobs=-1)
 
 
 class AddRequests(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    """New requests, in the order they shall be served."""
+    """New prompts, in the order they shall be served."""
 
-    requests: list[NewRequest]
+    prompts: list[NewPrompt]
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
@@ -47,7 +88,21 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Leave the loop at once; the sender has what it wants."""
 
 
-ToEngine: TypeAlias = AddRequests | AbortRequests | DropCache | Shutdown
+class SetVocabulary(msgspec.Struct, frozen=True, array_like=True, tag="vocabulary"):
+    """What tokens stand for; comes before the first constrained prompt, since ranks load no tokenizer.
+
+    Attributes:
+        tokenizer: the JSON of a Hugging Face tokenizer.
+        vocab_size: ids are below it.
+        eos_ids: tokens that end a text.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+
+ToEngine: TypeAlias = AddRequests | SetVocabulary | AbortRequests | DropCache | Shutdown
 
 # StepOutput.finish, one byte per token
 NOT_FINISHED, FINISH_STOP, FINISH_LENGTH, FINISH_ABORT = range(4)
@@ -107,9 +162,15 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 class RequestsRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """Requests that the engine can't serve, such as those larger than the whole KV pool: (uid, why)."""
+    """Requests that the engine can't serve, such as those larger than the whole KV pool, or can't go on with.
+
+    Attributes:
+        refused: (uid, why).
+        error_type: of all of them.
+    """
 
     refused: list[tuple[int, str]]
+    error_type: str = "request_refused"
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -126,7 +187,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     max_running: int
     num_pages: int
     page_size: int
-    description: dict[str, str | int]
+    description: dict[str, str | int | bool]
 
 
 FromEngine: TypeAlias = StepOutput | RequestsRefused | Ready

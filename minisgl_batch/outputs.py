@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minisgl_batch.choices import ChoiceScore
 from minisgl_batch.tokenizer import FinishReason, Logprob, PromptInput
 
 
@@ -21,6 +22,7 @@ class CompletionOutput:
         cumulative_logprob: the sum over `token_ids`.
         reasoning_text, raw_text: with `SamplingParams.split_reasoning`, what was written before the answer, and all
             that was written, marks included.
+        choices: with `SamplingParams.choices`, what the model says of each; `text` is the most probable one.
     """
 
     index: int
@@ -32,6 +34,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     reasoning_text: str | None = None
     raw_text: str | None = None
+    choices: list[ChoiceScore] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,9 @@ def check_json(field: str, value: object) -> None:
     try:
         msgspec.msgpack.encode(value)
         is_kept = msgspec.json.decode(msgspec.json.encode(value)) == value
-    except (TypeError, ValueError, OverflowError, RecursionError):
+    except RecursionError:
+        raise InvalidParameterError(field, "is nested too deeply") from None
+    except (TypeError, ValueError, OverflowError):
         is_kept = False
     if not is_kept:
         raise InvalidParameterError(field, "must hold nothing but what JSON has, and no number of more than 64 bits")

@@ -1,4 +1,4 @@
-"""Tells the reasoning of a text from its answer, by the marks <think> and </think> that models write.
+"""Tells the reasoning of a text from its answer, by the marks that models write around it.
 
 A text is a lead (white space and the opening mark), the reasoning, the closing mark between white space, and the
 answer. Knows nothing of tokens. Called by the output side of the tokenizer, and by readers of results.
@@ -9,8 +9,31 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-OPENING, CLOSING = "<think>", "</think>"
-_LEAD = re.compile(rf"\s*(?:{OPENING})?\s*")
+
+class Marks(NamedTuple):
+    """What a model writes around its reasoning.
+
+    Attributes:
+        opening, closing: before and behind it.
+        answering: what a text without reasoning begins with, and which is no part of the answer; "" for nothing.
+        tokens: special tokens that these are made of.
+    """
+
+    opening: str
+    closing: str
+    answering: str = ""
+    tokens: frozenset[str] = frozenset()
+
+
+THINK = Marks("<think>", "</think>")
+# gpt-oss writes messages to channels. What it writes before the final one is reasoning, headers in between included.
+HARMONY = Marks(
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+    "<|channel|>final<|message|>",
+    frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"}),
+)
+_LEAD = re.compile(rf"\s*(?:{re.escape(THINK.opening)}|{re.escape(HARMONY.opening)})?\s*")
 
 
 class Reasoning(NamedTuple):
@@ -40,11 +63,12 @@ class ReasoningSplitter:
     What it finds depends on the text alone, never on where the pieces were cut.
     """
 
-    __slots__ = ("_answer", "_end", "_held", "_num_released", "_opened", "_start", "_state")
+    __slots__ = ("_answer", "_end", "_held", "_marks", "_num_released", "_opened", "_start", "_state")
 
-    def __init__(self, *, opened: bool) -> None:
+    def __init__(self, *, opened: bool, marks: Marks = THINK) -> None:
         """`opened`: the prompt has the opening mark already; one at the beginning of the text is passed over."""
         self._opened = opened
+        self._marks = marks
         self._state = "lead"
         self._held = ""
         self._num_released = 0
@@ -72,7 +96,7 @@ class ReasoningSplitter:
 
     def flush(self) -> str:
         """What was held back, now that no more follows."""
-        if self._state == "lead" and not self._held.lstrip().startswith(OPENING):
+        if self._state == "lead" and not self._mark(self._held.lstrip()):
             self._state = "reasoning" if self._opened else "answer"
             self._start = self._end = len(self._held) - len(self._held.lstrip()) if self._opened else 0
         elif self._state == "lead":
@@ -84,32 +108,41 @@ class ReasoningSplitter:
     def _lead(self) -> str:
         """Up to where the reasoning begins, or "" while that isn't known."""
         begun = self._held.lstrip()
-        if OPENING.startswith(begun):
+        if self._marks.opening.startswith(begun) or self._marks.answering.startswith(begun):
             return ""  # also while there is nothing but white space, or the mark without what follows it
-        is_marked = begun.startswith(OPENING)
-        if not is_marked and not self._opened:
+        mark = self._mark(begun)
+        if not mark and not self._opened:
             self._state = "answer"  # of a text without reasoning, white space included
             return ""
-        begun = begun.removeprefix(OPENING).lstrip()
+        begun = begun.removeprefix(mark).lstrip()
         if not begun:
             return ""
         released = self._release(len(self._held) - len(begun))
-        self._state, self._start, self._end = "reasoning", self._num_released, self._num_released
+        if mark and mark == self._marks.answering:
+            self._state, self._answer = "answer", self._num_released
+        else:
+            self._state, self._start, self._end = "reasoning", self._num_released, self._num_released
         return released
+
+    def _mark(self, begun: str) -> str:
+        """The mark that a text begins with, or ""."""
+        marks = (self._marks.opening, self._marks.answering)
+        return next((mark for mark in marks if begun.startswith(mark)), "")
 
     def _reasoning(self) -> str:
         """Up to the end of the closing mark, or what can't be part of it or of the white space before it."""
-        at = self._held.find(CLOSING)
+        closing = self._marks.closing
+        at = self._held.find(closing)
         is_closed = at >= 0
         if not is_closed:
-            at = len(self._held) - _beginning_at_end(self._held, CLOSING)
+            at = len(self._held) - _beginning_at_end(self._held, closing)
         inside = len(self._held[:at].rstrip())
         if inside:
             self._end = self._num_released + inside
         if not is_closed:
             return self._release(inside)
         self._state = "gap"
-        return self._release(at + len(CLOSING))
+        return self._release(at + len(closing))
 
     def _gap(self) -> str:
         """The white space behind the closing mark."""

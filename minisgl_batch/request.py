@@ -41,12 +41,16 @@ class Req:
         state, slot: see ReqState; slot is -1 without one.
         prefix: the cached prefix that this request locks.
         num_cached: prompt tokens that the prefix cache had when the request first ran.
+        first_scored: position of the first token of its prompt that is scored, if `scores_prompt`.
         scores_prompt: its prompt has tokens without the log-probabilities that it asks for.
+        is_constrained: what comes next in its text may be limited.
     """
 
     __slots__ = (
         "arrival",
+        "first_scored",
         "ids",
+        "is_constrained",
         "max_len",
         "num_cached",
         "num_prompt",
@@ -58,7 +62,16 @@ class Req:
         "uid",
     )
 
-    def __init__(self, uid: int, prompt_ids: IntArray, sampling: EngineSampling, max_len: int, arrival: int) -> None:
+    def __init__(
+        self,
+        uid: int,
+        prompt_ids: IntArray,
+        sampling: EngineSampling,
+        max_len: int,
+        arrival: int,
+        first_scored: int = 1,
+        is_constrained: bool = False,
+    ) -> None:
         self.uid = uid
         self.ids = prompt_ids
         self.num_prompt = len(prompt_ids)
@@ -69,7 +82,17 @@ class Req:
         self.slot = -1
         self.prefix: PrefixHandle | None = None
         self.num_cached = 0
-        self.scores_prompt = sampling.num_prompt_logprobs >= 0 and self.num_prompt > 1
+        self.is_constrained = is_constrained
+        self.first_scored = first_scored
+        self.scores_prompt = sampling.num_prompt_logprobs >= 0 and self.num_prompt > first_scored
+
+    @property
+    def num_cacheable(self) -> int:
+        """How many leading tokens may come from the prefix cache.
+
+        The last token is always computed, and so is the one before each that is scored.
+        """
+        return (self.first_scored if self.scores_prompt else len(self.ids)) - 1
 
     def __repr__(self) -> str:
         return f"Req(uid={self.uid}, {self.state.name.lower()}, slot={self.slot}, {len(self.ids)}/{self.max_len} ids)"

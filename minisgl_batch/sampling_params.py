@@ -6,12 +6,15 @@ over the model's own generation config) and then resolved once. Knows nothing of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from minisgl_batch.errors import InvalidParameterError
+from minisgl_batch.other_fields import KnownFields
 from minisgl_batch.param_checks import check_bool, check_choice, check_float, check_int, check_json, check_strings
+from minisgl_batch.structured_outputs import StructuredOutputsParams
 
 Truncate: TypeAlias = Literal["error", "left", "right"]
 
@@ -48,6 +51,9 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "tokenizer_kwargs",
     }
 )
+MAX_CHOICES = 1024
+# What means something beside choices: how the prompt is made.
+WITH_CHOICES = frozenset({"choices", "truncate", "tools", "chat_template_kwargs", "continue_final_message"})
 MAX_STOP_TOKEN_IDS = 256  # all rows are compared with as many as any row has
 MAX_LOGIT_RULES = 2048
 """Tokens of one row that may be named in `logit_bias`, `bad_words` and, with `min_tokens`, as stop tokens."""
@@ -69,6 +75,17 @@ def _check_template_kwargs(given: object) -> None:
     if taken := sorted(_TEMPLATE_ARGUMENTS.intersection(given)):
         raise InvalidParameterError("chat_template_kwargs", f"can't set {taken[0]}, which is set otherwise")
     check_json("chat_template_kwargs", given)
+
+
+def _check_choices(choices: object, given: Mapping[str, Any]) -> None:
+    if not isinstance(choices, list | tuple) or not choices:
+        raise InvalidParameterError("choices", f"must be a list of at least one text, got {choices!r}")
+    check_strings("choices", choices, MAX_CHOICES)
+    if len(set(choices)) < len(choices):
+        twice = next(text for i, text in enumerate(choices) if text in choices[:i])
+        raise InvalidParameterError("choices", f"holds {twice!r} twice")
+    if beside := [field for field, value in given.items() if field not in WITH_CHOICES and value is not False]:
+        raise InvalidParameterError(beside[0], "says nothing beside choices, which are scored: nothing is generated")
 
 
 def _check_stop_token_ids(token_ids: object) -> None:
@@ -102,7 +119,7 @@ def _read_logit_bias(given: object) -> dict[int, float]:
 
 
 # Lowest and highest value; of real numbers also whether the lowest one is excluded.
-_WHOLE_FIELDS = {
+WHOLE_FIELDS = {
     "n": (1, MAX_N),
     "max_tokens": (1, MAX_TOKENS_LIMIT),
     "min_tokens": (0, MAX_TOKENS_LIMIT),
@@ -112,7 +129,7 @@ _WHOLE_FIELDS = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "repetition_guard": (MIN_REPETITION_GUARD, MAX_TOKENS_LIMIT),
 }
-_REAL_FIELDS = {
+REAL_FIELDS = {
     "temperature": (0.0, 100.0, False),
     "top_p": (0.0, 1.0, True),
     "min_p": (0.0, 1.0, False),
@@ -123,6 +140,8 @@ _REAL_FIELDS = {
 }
 
 
+_LOGPROBS = ("logprobs", "prompt_logprobs")  # False is none, also where the job asks for some
+
 _FLAG_FIELDS = (
     "ignore_eos",
     "include_stop_str_in_output",
@@ -132,7 +151,14 @@ _FLAG_FIELDS = (
 )
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+class SamplingParams(
+    msgspec.Struct,
+    frozen=True,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    metaclass=KnownFields,
+):
     """What a user may set for a row; the names are those of vLLM and of the OpenAI API.
 
     Attributes:
@@ -155,7 +181,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         min_tokens: no end-of-sequence or stop token comes, and no stop string counts, before so many tokens.
         bad_words: the output has none of these words' tokens in a row, as they begin a text or follow a space.
         logprobs: give the log-probability of each output token, and so many of the most probable ones in its place, up
-            to 20. They are the model's own, before all of the above.
+            to 20. They are the model's own, before all of the above. False: none, whatever the job says.
         prompt_logprobs: the same for the prompt's tokens but the first. Such a prompt is computed in full: what the
             prefix cache has of it isn't used.
         truncate: what becomes of a prompt that leaves no room: "error" refuses it; "left" and "right" cut tokens off
@@ -164,11 +190,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         repetition_guard: a text ends when its last so many tokens, at least 16, are one piece of at most a quarter of
             them over and over. It is looked at now and then, so a few more tokens may come.
         tools: of chats, functions that the model may call, as JSON schemas; what it calls is part of the text.
-        chat_template_kwargs: of chats, variables of the model's chat template, such as {"enable_thinking": False}.
-        split_reasoning: `text` is the answer alone; what the model writes between <think> and </think> before it goes
-            to `reasoning_text`, and everything to `raw_text`. The mark that opens may end the prompt.
+        chat_template_kwargs: of chats, variables of the model's chat template, such as `{"enable_thinking": false}`.
+        split_reasoning: `text` is the answer alone; what the model writes between `<think>` and `</think>` before it
+            (gpt-oss: to other channels) goes to `reasoning_text`, and everything to `raw_text`. The mark that opens
+            may end the prompt.
         stop_in_reasoning: stop strings count in the reasoning that is split off, too.
         continue_final_message: of chats, the text goes on with the last message, which is an assistant's.
+        structured_outputs: what the text must be; a `StructuredOutputsParams` or an object with its fields. With
+            `split_reasoning` it says nothing about the reasoning.
+        choices: up to 1,024 continuations of the prompt. Nothing is generated: each gets the log-probability of its
+            tokens behind the prompt, and the most probable one is the text. The option is given once for each. Beside
+            them there may be `truncate` and what chat templates get.
 
     Raises:
         InvalidParameterError: a value is out of its range; names the field.
@@ -191,8 +223,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     logit_bias: dict[int, float] | None = None
     min_tokens: int | None = None
     bad_words: str | tuple[str, ...] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: int | bool | None = None
+    prompt_logprobs: int | bool | None = None
     truncate: Truncate | None = None
     tools: tuple[dict[str, Any], ...] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -201,12 +233,15 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     stop_in_reasoning: bool | None = None
     row_timeout: float | None = None
     repetition_guard: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    choices: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for field, limits in _WHOLE_FIELDS.items():
-            if (value := getattr(self, field)) is not None:
+        for field, limits in WHOLE_FIELDS.items():
+            value = getattr(self, field)
+            if value is not None and not (value is False and field in _LOGPROBS):
                 check_int(field, value, *limits)
-        for field, (low, high, low_open) in _REAL_FIELDS.items():
+        for field, (low, high, low_open) in REAL_FIELDS.items():
             if (value := getattr(self, field)) is not None:
                 check_float(field, value, low, high, low_open=low_open)
         if self.max_tokens is not None and self.min_tokens is not None and self.min_tokens > self.max_tokens:
@@ -221,18 +256,28 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         _check_tools(self.tools)
         _check_template_kwargs(self.chat_template_kwargs)
         check_choice("truncate", self.truncate, get_args(Truncate))
+        if self.choices is not None:
+            _check_choices(self.choices, self.given)
         self._normalise()
 
     def _normalise(self) -> None:
         """One form for equal values, so that equal params compare and serialise alike."""
-        for field in _REAL_FIELDS:
+        for field in REAL_FIELDS:
             if isinstance(value := getattr(self, field), int):
                 msgspec.structs.force_setattr(self, field, float(value))
-        for field in ("stop", "stop_token_ids", "bad_words", "tools"):
+        for field in ("stop", "stop_token_ids", "bad_words", "tools", "choices"):
             if isinstance(value := getattr(self, field), list):
                 msgspec.structs.force_setattr(self, field, tuple(value))
         if self.logit_bias is not None:
             msgspec.structs.force_setattr(self, "logit_bias", _read_logit_bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            read = StructuredOutputsParams.read(self.structured_outputs)
+            msgspec.structs.force_setattr(self, "structured_outputs", read)
+            if self.ignore_eos and read.kinds:
+                raise InvalidParameterError("ignore_eos", "contradicts structured_outputs, whose texts have an end")
+
+    def __repr__(self) -> str:
+        return f"SamplingParams({', '.join(f'{field}={value!r}' for field, value in self.given.items())})"
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -252,13 +297,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     def over(self, *defaults: SamplingParams) -> SamplingParams:
         """These values where given, else those of the first of `defaults` that has one.
 
+        Where a layer has choices, layers behind it, which are for what generates, say nothing about sampling.
+
         Raises:
             InvalidParameterError: values of different layers contradict each other.
         """
         merged: dict[str, Any] = {}
-        for layer in reversed(defaults):
+        for layer in reversed((self, *defaults)):
+            if layer.choices is not None:
+                merged = {field: value for field, value in merged.items() if field in WITH_CHOICES}
             merged |= layer.given
-        return SamplingParams(**(merged | self.given))
+        return SamplingParams(**merged)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that were given, JSON-ready."""

@@ -24,10 +24,13 @@ class AttnSpec:
     Attributes:
         scale: factor on q·k, usually head_dim ** -0.5.
         window: a token sees this many tokens back (itself included); None sees all.
+        sinks: (num_heads,) float32, each head's score of one more key, which all tokens see and whose value is zero;
+            None: there is none.
     """
 
     scale: float
     window: int | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,16 @@ class BackendSetup:
     Attributes:
         pool: the KV pool.
         heads: the model's heads on this rank.
+        dtype: compute type.
         make_buffers: makes the buffers for decode rows, for backends that keep them.
+        fixed_order: each token must get the same bits whatever else is in its step, in a decode row or an extend row.
     """
 
     pool: MHAKVCache
     heads: AttnHeads
+    dtype: torch.dtype
     make_buffers: Callable[[], DecodeBuffers]
+    fixed_order: bool = False
 
 
 class AttentionBackend(ABC):
@@ -69,7 +76,7 @@ class AttentionBackend(ABC):
         Args:
             q: (num_tokens, num_heads, head_dim) after norm and RoPE, each token contiguous; all contiguous on a GPU.
             layer: which layer's part of the pool.
-            spec: scale and window of that layer.
+            spec: scale, window and sinks of that layer.
             batch: the step, after `prepare_metadata`.
 
         Returns:

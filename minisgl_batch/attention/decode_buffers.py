@@ -29,6 +29,8 @@ class DecodeBuffers:
         group_pages: (max_groups + 1, max_pages) pages of each group's prefix.
         input_ids, positions, out_loc: (max_rows,) as in ForwardBatch.
         pages, last_page_lens: the rows' own page lists, and the tokens in each row's last page.
+        window_indptr, window_first_pages, window_pages: lists of the pages that layers with a window see, whatever the
+            rows share; as `indptr`, `first_pages` and `pages`. Kept once a backend has asked by `need_window_lists`.
         row_pages: (max_rows, max_pages) each row's line of the page table, once a backend has asked by `need_lines`.
     """
 
@@ -41,18 +43,25 @@ class DecodeBuffers:
         dummy_slot: int,
         device: torch.device,
         upload_into: Callable[[torch.Tensor, Sequence[IntArray]], None],
+        window: int | None = None,
     ) -> None:
+        """
+        Args:
+            window: the longest of the model's layers that have one; None: no layer has.
+        """
         self._upload_into = upload_into
         self._groups_version = -1
         self.max_rows = max_rows
         self.max_groups = max_groups
         self._page_size = page_size
         self.dummy_slot = dummy_slot
+        self._window = window
         sizes = [max_rows, max_rows, max_rows, max_rows, max_rows + 1, max_groups + 2, max_groups + 1]
+        sizes += [max_rows, max_rows + 1]
         self.packed = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         fields = self.packed.split(sizes)
         self.slots, self.kv_lens, self.new_pages, self.first_pages, self.indptr = fields[:5]
-        self.group_starts, self.group_lens = fields[5:]
+        self.group_starts, self.group_lens, self.window_first_pages, self.window_indptr = fields[5:]
         self.group_pages = torch.zeros((max_groups + 1, max_pages), dtype=torch.int32, device=device)
         self.input_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.positions = torch.zeros_like(self.input_ids)
@@ -60,11 +69,19 @@ class DecodeBuffers:
         self.last_page_lens = torch.ones_like(self.input_ids)
         self.pages = torch.zeros(max_rows * max_pages, dtype=torch.int32, device=device)
         self.row_pages: torch.Tensor | None = None
+        self.window_pages: torch.Tensor | None = None
 
     def need_lines(self) -> torch.Tensor:
         """Keep `row_pages` from now on."""
         self.row_pages = torch.zeros_like(self.pages).view(self.max_rows, -1)
         return self.row_pages
+
+    def need_window_lists(self) -> None:
+        """Keep `window_lists` from now on, if some layer has a window."""
+        if self._window is not None:
+            # n tokens touch n / page_size pages, rounded up, and one more.
+            num_pages = min(self.group_pages.shape[1], -(-self._window // self._page_size) + 1)
+            self.window_pages = torch.zeros_like(self.pages[: self.max_rows * num_pages])
 
     def fill(self, batch: ScheduledBatch | None, num_rows: int) -> tuple[IntArray, IntArray]:
         """Put a step's decode rows here, padded to `num_rows`; None: all rows are padding.
@@ -102,7 +119,34 @@ class DecodeBuffers:
         own_pages = -(-kv_lens // self._page_size) - first_pages
         indptr = np.zeros(self.max_rows + 1, dtype=np.int32)
         np.cumsum(own_pages, out=indptr[1:])
-        return [slots, kv_lens, new_pages, first_pages, indptr, group_starts, group_lens]
+        fields = [slots, kv_lens, new_pages, first_pages, indptr, group_starts, group_lens]
+        return [*fields, *self._window_fields(kv_lens)]
+
+    def _window_fields(self, kv_lens: IntArray) -> tuple[IntArray, IntArray]:
+        """`window_first_pages` and `window_indptr`."""
+        first_pages, indptr = np.zeros_like(kv_lens), np.zeros(self.max_rows + 1, dtype=np.int32)
+        if self._window is not None and self.window_pages is not None:
+            np.maximum(kv_lens - self._window, 0, out=first_pages)
+            first_pages //= self._page_size
+            np.cumsum(-(-kv_lens // self._page_size) - first_pages, out=indptr[1:])
+        return first_pages, indptr
+
+    def lists(self, num_rows: int) -> PageLists:
+        """The rows' own page lists."""
+        return PageLists(
+            self.indptr[: num_rows + 1], self.first_pages[:num_rows], self.pages, self.last_page_lens[:num_rows]
+        )
+
+    def window_lists(self, num_rows: int) -> PageLists | None:
+        """Those of layers with a window, None if none are kept."""
+        if self.window_pages is None:
+            return None
+        return PageLists(
+            self.window_indptr[: num_rows + 1],
+            self.window_first_pages[:num_rows],
+            self.window_pages,
+            self.last_page_lens[:num_rows],
+        )
 
     def _group_table(self, shared: SharedPrefixes) -> IntArray:
         """`group_pages`."""
@@ -114,17 +158,10 @@ class DecodeBuffers:
 
     def derive(self, num_rows: int, page_table: torch.Tensor, token_pool: torch.Tensor) -> None:
         """On the device: enter the rows' new pages, then make everything else, for the first `num_rows` rows."""
-        decode_inputs(
-            self.slots[:num_rows],
-            self.kv_lens[:num_rows],
-            self.new_pages[:num_rows],
-            page_table,
-            token_pool,
-            self._page_size,
-            DecodeInputs(self.input_ids[:num_rows], self.positions[:num_rows], self.out_loc[:num_rows]),
-            PageLists(
-                self.indptr[: num_rows + 1], self.first_pages[:num_rows], self.pages, self.last_page_lens[:num_rows]
-            ),
-        )
+        rows = (self.slots[:num_rows], self.kv_lens[:num_rows], self.new_pages[:num_rows])
+        inputs = DecodeInputs(self.input_ids[:num_rows], self.positions[:num_rows], self.out_loc[:num_rows])
+        for lists in (self.lists(num_rows), self.window_lists(num_rows)):
+            if lists is not None:
+                decode_inputs(*rows, page_table, token_pool, self._page_size, inputs, lists)
         if self.row_pages is not None:
             torch.index_select(page_table, 0, self.slots[:num_rows], out=self.row_pages[:num_rows])

@@ -24,6 +24,12 @@ class Communicator(Protocol):
     def prepare(self, num_bytes: int) -> None:
         """Be ready for sums of up to so many bytes; called once, before `buffer`."""
 
+    def fix_order(self, dtype: torch.dtype) -> bool:
+        """From now on the bits of sums and norms of this type depend on neither a tensor's size nor the place in it.
+
+        Called once, before any of them. False: that can't be had here.
+        """
+
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """Where to put what `all_reduce` shall sum, if that is faster; it holds the sum until the next call."""
 

@@ -18,7 +18,7 @@ from minisgl_batch.distributed.place import RankPlace
 from minisgl_batch.distributed.torch_comm import TorchCommunicator
 from minisgl_kernels import pynccl
 from minisgl_kernels.add_rms_norm import add_rms_norm
-from minisgl_kernels.one_shot import SIZES, OneShotAllReduce
+from minisgl_kernels.one_shot import DTYPES, SIZES, OneShotAllReduce
 
 T = TypeVar("T")
 
@@ -51,10 +51,15 @@ class PyNcclCommunicator:
         self.nccl = nccl
         self.one_shot = self._make_one_shot()
         self._window: torch.Tensor | None = None
+        self._has_fixed_order = False
 
     def prepare(self, num_bytes: int) -> None:
         num_bytes = min(num_bytes, MAX_WINDOW_BYTES)
         self._window = self._agreed("a window of NCCL's", lambda: self.nccl.new_window(num_bytes))
+
+    def fix_order(self, dtype: torch.dtype) -> bool:
+        self._has_fixed_order = self._place.size == 2 or (self.one_shot is not None and dtype in DTYPES)
+        return self._has_fixed_order
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -70,11 +75,17 @@ class PyNcclCommunicator:
         if self.one_shot is not None and self.one_shot.takes(x):
             return self.one_shot.all_reduce(x)
         x = x.contiguous()
+        if self._has_fixed_order and self.one_shot is not None and self._place.size > 2:
+            # NCCL begins each piece of a tensor at another rank. Of two numbers there is only one sum.
+            pieces = x.view(-1).split(self.one_shot.max_bytes // x.itemsize)
+            return torch.cat([self.one_shot.all_reduce(piece) for piece in pieces]).view(x.shape)
         self.nccl.all_reduce(x, x)
         return x
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if x.device.type != "cpu" and self.one_shot is not None and self.one_shot.takes_rows(x):
+        # One kernel for all adds up a row's squares in another order than the norm's own, which large tensors get.
+        in_one = x.device.type != "cpu" and not self._has_fixed_order
+        if in_one and self.one_shot is not None and self.one_shot.takes_rows(x):
             return self.one_shot.add_rms_norm(x, residual, weight, eps)
         return add_rms_norm(self.all_reduce(x), residual, weight, eps)[0]
 

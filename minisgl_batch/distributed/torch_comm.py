@@ -33,6 +33,10 @@ class TorchCommunicator:
     def prepare(self, num_bytes: int) -> None:
         """Nothing to do."""
 
+    def fix_order(self, dtype: torch.dtype) -> bool:
+        """Of two numbers there is one sum; of more, libraries choose the order by size and place."""
+        return self._place.size == 2
+
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """It sums anything where it is."""
 

@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,11 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class GraphParts:
-    """What the captured steps are made of."""
+    """What the captured steps are made of.
+
+    Attributes:
+        tunes: choose the algorithms of matrix products; else they run by what is active.
+    """
 
     model: CausalLM
     tp: TPGroup
@@ -47,6 +52,7 @@ class GraphParts:
     attention: GraphBackend
     buffers: DecodeBuffers
     tables: DeviceTables
+    tunes: bool
 
 
 class GraphRunner:
@@ -69,11 +75,12 @@ class GraphRunner:
         gc.collect()
         gc.disable()  # a tensor of the device that is collected during a capture would end it
         try:
-            layers = (module for module in self._parts.model.modules() if isinstance(module, Layer))
-            weights = (weight for layer in layers for weight in layer.factors())
-            self._algorithms = tune(weights, self._sizes, self._logits.device)
+            if self._parts.tunes:
+                layers = (module for module in self._parts.model.modules() if isinstance(module, Layer))
+                weights = (weight for layer in layers for weight in layer.factors())
+                self._algorithms = tune(weights, self._sizes, self._logits.device)
             started = time.perf_counter()
-            with self._algorithms.active():
+            with nullcontext() if self._algorithms is None else self._algorithms.active():
                 self._capture_all(memory)
         finally:
             gc.enable()

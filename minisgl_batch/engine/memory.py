@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from minisgl_batch.engine.options import EngineOptions
-from minisgl_batch.errors import ModelError
+from minisgl_batch.errors import InvalidParameterError, ModelUnavailableError
 from minisgl_batch.models.config import ModelConfig
 from minisgl_kernels.fused_moe import max_rows
 
@@ -48,13 +48,13 @@ def check_balance(available: list[int]) -> None:
         available: bytes for weights and KV pool, by rank.
 
     Raises:
-        ModelError: names the ranks.
+        ModelUnavailableError: names the ranks.
     """
     least, most = min(available), max(available)
     if least < MIN_BALANCE * most:
-        raise ModelError(
+        raise ModelUnavailableError(
             f"rank {available.index(least)} has {least / 2**30:.1f} GiB for weights and KV cache, and rank "
-            f"{available.index(most)} has {most / 2**30:.1f} GiB: free memory there, or set --num-pages"
+            f"{available.index(most)} has {most / 2**30:.1f} GiB: free memory there, or set `num_pages`"
         )
 
 
@@ -67,16 +67,29 @@ def num_pages(budget_bytes: int, page_bytes: int, page_size: int, useful_tokens:
         useful_tokens: of all slots at their longest.
 
     Raises:
-        ModelError: not even one page fits.
+        ModelUnavailableError: not even one page fits.
     """
     pages = min(budget_bytes // page_bytes, -(-useful_tokens // page_size))
     if pages < 1:
-        raise ModelError(
+        raise ModelUnavailableError(
             f"no memory is left for the KV cache: the weights leave {max(budget_bytes, 0) / 2**20:.0f} MiB and a page "
-            f"of {page_size} tokens takes {page_bytes / 2**20:.1f} MiB. Raise --memory-ratio, free memory or use a "
+            f"of {page_size} tokens takes {page_bytes / 2**20:.1f} MiB. Raise `memory_ratio`, free memory or use a "
             "smaller model"
         )
     return int(pages)
+
+
+def check_size(field: str, value: int, num_bytes: int, device: torch.device) -> None:
+    """Refuse an option that asks for more memory than the device has, used or free.
+
+    Raises:
+        InvalidParameterError: names the option.
+    """
+    on_gpu = device.type == "cuda"
+    most = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    if num_bytes > most:
+        sizes = f"{num_bytes / 2**30:,.1f} GiB, and this {'GPU' if on_gpu else 'machine'} has {most / 2**30:,.1f} GiB"
+        raise InvalidParameterError(field, f"{value:,} of them would take {sizes}")
 
 
 def _host_memory_left() -> int:

@@ -11,6 +11,8 @@ from minisgl_batch.attention.registry import AttnShapes, resolve_backend
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.models.config import ModelConfig
+from minisgl_kernels.e4m3 import E4M3, E4M3_CAPABILITY
+from minisgl_kernels.fixed_order import can_fix_order
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,7 @@ class EngineOptions:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     attention_backend: str
     page_size: int
     max_running: int
@@ -30,6 +33,7 @@ class EngineOptions:
     overlap: bool
     mixed: bool
     share_prefixes: bool
+    batch_invariant: bool
 
 
 def resolve(config: EngineConfig, model: ModelConfig, local_rank: int = 0) -> EngineOptions:
@@ -53,11 +57,31 @@ def resolve(config: EngineConfig, model: ModelConfig, local_rank: int = 0) -> En
         raise InvalidParameterError(
             "dtype", f"float16 can't hold what {model.architecture} computes: use bfloat16 or float32"
         )
+    if model.quantization is not None and on_gpu and torch.cuda.get_device_capability(device) < E4M3_CAPABILITY:
+        raise InvalidParameterError(
+            "quantization",
+            f"{torch.cuda.get_device_name(device)} can't multiply in FP8, GPUs since Ada and Hopper can: use a model "
+            "in bfloat16",
+        )
+    if config.batch_invariant:
+        _check_fixed_order(device, dtype, model)
     group = model.num_heads // model.num_kv_heads
-    shapes = AttnShapes(dtype, group, model.head_dim, page_size, model.limited_to(max_seq_len).has_windows)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else E4M3
+    has_windows = model.limited_to(max_seq_len).longest_window is not None
+    shapes = AttnShapes(
+        dtype,
+        group,
+        model.head_dim,
+        page_size,
+        has_windows,
+        model.has_sinks,
+        kv_is_fp8=kv_dtype == E4M3,
+        fixed_order=config.batch_invariant,
+    )
     return EngineOptions(
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         attention_backend=resolve_backend(config.attention_backend, device, shapes),
         page_size=page_size,
         max_running=config.max_running or (256 if on_gpu else 64),
@@ -67,7 +91,26 @@ def resolve(config: EngineConfig, model: ModelConfig, local_rank: int = 0) -> En
         overlap=on_gpu if config.overlap is None else config.overlap,
         mixed=not on_gpu if config.mixed is None else config.mixed,
         share_prefixes=config.share_prefixes and config.cache == "radix",
+        batch_invariant=config.batch_invariant,
     )
+
+
+def _check_fixed_order(device: torch.device, dtype: torch.dtype, model: ModelConfig) -> None:
+    """
+    Raises:
+        InvalidParameterError: there are no kernels that add up in an order which depends on a row alone.
+    """
+    if model.quantization is not None:
+        raise InvalidParameterError("batch_invariant", "isn't there for FP8 weights yet: use a model in 16 or 32 bits")
+    if not can_fix_order(device, dtype):
+        if device.type == "cuda":
+            raise InvalidParameterError("batch_invariant", "needs Triton, which isn't there on this machine")
+        name = str(dtype).removeprefix("torch.")
+        others = [name for name in ("bfloat16", "float32") if can_fix_order(device, getattr(torch, name))]
+        hint = f": use `dtype` {' or '.join(others)}" if others else ""
+        raise InvalidParameterError(
+            "batch_invariant", f"needs oneDNN's products of {name}, which aren't there on this machine{hint}"
+        )
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:

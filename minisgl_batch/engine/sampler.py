@@ -6,14 +6,29 @@ on its neighbours, its slot or how the vocabulary is split over ranks. Called by
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.models.base import CausalLM
 from minisgl_kernels.adjust_logits import AdjustedRows, adjust_logits
 from minisgl_kernels.gumbel import SamplingRows
+from minisgl_kernels.mask_logits import mask_logits
 from minisgl_kernels.sample_filtered import sample_filtered
 from minisgl_kernels.sample_gumbel import sample_gumbel
+
+
+class MaskedRows(NamedTuple):
+    """What tokens rows may have, as `mask_logits` takes it.
+
+    Attributes:
+        masks: (num_masks, num_words) int32.
+        lines: (num_rows,) int32; -1: any.
+    """
+
+    masks: torch.Tensor
+    lines: torch.Tensor
 
 
 def sample_together(
@@ -24,15 +39,19 @@ def sample_together(
     *,
     any_filter: bool,
     adjusted: AdjustedRows | None = None,
+    masked: MaskedRows | None = None,
 ) -> torch.Tensor:
     """`sample` from the logits of all ranks' parts of the vocabulary; called by all ranks together.
 
     Args:
         logits: (num_rows, shard): what `model.logits` gave.
         adjusted: by what to change them first; None where no row has any such value.
+        masked: what is ruled out then, whatever they are; None: nothing.
     """
     if adjusted is not None:
         logits = adjust_logits(logits, adjusted, model.vocab_range.start)
+    if masked is not None:
+        logits = mask_logits(logits, masked.masks, masked.lines, model.vocab_range.start)
     if any_filter:
         return sample(model.gather_logits(logits), rows, any_filter=True)
     return sample(logits, rows, any_filter=False, vocab_start=model.vocab_range.start, tp=tp)

@@ -45,10 +45,10 @@ def _in_slices(
 
 
 def _score(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:
-    logits = logits.float()
-    total = logits.logsumexp(dim=-1, keepdim=True)
-    target = logits.gather(1, targets.long().unsqueeze(1))
-    rank = (logits > target).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
-    best, ids = logits.topk(num_top, dim=-1)
-    bits = ((x - total).view(torch.int32) for x in (target, best))
-    return torch.cat([next(bits), rank, ids.int(), next(bits)], dim=1)
+    index = targets.long().unsqueeze(1)
+    rank = (logits > logits.gather(1, index)).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
+    ids = logits.topk(num_top, dim=-1).indices
+    # Not by logsumexp, whose bits depend on how many rows there are.
+    logprobs = logits.float().log_softmax(dim=-1)
+    target, best = (logprobs.gather(1, tokens).view(torch.int32) for tokens in (index, ids))
+    return torch.cat([target, rank, ids.int(), best], dim=1)

@@ -51,6 +51,11 @@ class DeviceTables:
         self._num_rules = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._rules = torch.zeros((num_rows, MAX_LOGIT_RULES, _RULE_WIDTH), dtype=torch.int32, device=device)
 
+    @staticmethod
+    def row_bytes(max_seq_len: int, page_size: int) -> int:
+        """Bytes of a slot, but for a few numbers."""
+        return 4 * (-(-max_seq_len // page_size) + max_seq_len + 1 + MAX_LOGIT_RULES * _RULE_WIDTH)
+
     def apply(self, edits: TableEdits) -> None:
         """Make the scheduler's changes since the last step."""
         if not (len(edits.page_index) or len(edits.token_index) or edits.new_rows):
@@ -175,8 +180,8 @@ def _scored_tokens(host: ScheduledBatch, ends: IntArray) -> IntArray:
     """Which of a step's tokens score the prompt's token behind them; rows end at `ends` in the step."""
     if host.scoring is None:
         return _NOTHING
-    starts = (ends - host.q_lens)[host.scoring.rows].tolist()
-    pairs = zip(starts, host.scoring.counts.tolist(), strict=True)
+    starts = (ends - host.q_lens)[host.scoring.rows] + host.scoring.firsts
+    pairs = zip(starts.tolist(), host.scoring.counts.tolist(), strict=True)
     return np.concatenate([_NOTHING, *(np.arange(start, start + count, dtype=np.int32) for start, count in pairs)])
 
 

@@ -36,6 +36,10 @@ class MHAKVCache:
         self._pool = allocate(shape, dtype=dtype, device=device)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._pool.dtype
+
+    @property
     def dummy_page(self) -> int:
         return self.num_pages
 

@@ -13,10 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from minisgl_kernels.matmul import Operand
+
 
 @dataclass(frozen=True)
 class Part:
     """One checkpoint tensor's share in a parameter of this rank.
+
+    The tensor has floats of any type, or FP8 where the target has.
 
     Attributes:
         name: the tensor's name below the layer, such as "weight".
@@ -40,6 +44,28 @@ class Part:
         share = slice(self.start, self.start + self.target.shape[self.dim])
         return tuple(share if dim == self.dim else slice(None) for dim in range(len(self.full_shape)))
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the checkpoint's tensor is in FP8."""
+        return self.target.dtype == torch.float8_e4m3fn
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its numbers are rounded to."""
+        return self.target.dtype
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of the checkpoint has the right shape."""
+        return shape == self.full_shape
+
+    def fault(self, values: torch.Tensor) -> str:
+        """What is wrong with what `index` names, "" if nothing is."""
+        return ""
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Put what `index` names where it belongs."""
+        self.target.copy_(values)
+
 
 class Layer(nn.Module, ABC):
     """A module that owns parameters, made uninitialised and without gradients."""
@@ -48,7 +74,7 @@ class Layer(nn.Module, ABC):
     def parts(self) -> Iterator[Part]:
         """Everything that has to be filled, each element of each parameter once."""
 
-    def factors(self) -> Iterator[torch.Tensor]:
+    def factors(self) -> Iterator[Operand]:
         """Weights, (out, in), that this layer multiplies with by an algorithm that each rank may choose for itself."""
         return iter(())
 

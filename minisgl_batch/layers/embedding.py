@@ -16,6 +16,7 @@ from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.layers.base import Layer, Part, new_parameter
 from minisgl_batch.layers.packing import linear, pack
 from minisgl_kernels.embedding import embedding
+from minisgl_kernels.matmul import Operand
 
 
 class VocabParallelEmbedding(Layer):
@@ -103,7 +104,7 @@ class LMHead(Layer):
         if not self._is_tied:
             yield _vocab_part(self.weight, self.vocab_range, self._vocab_size)
 
-    def factors(self) -> Iterator[torch.Tensor]:
+    def factors(self) -> Iterator[Operand]:
         yield self.weight
 
     def finish(self) -> None:

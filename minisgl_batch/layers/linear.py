@@ -13,13 +13,21 @@ import torch
 
 from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.layers.base import Layer, Part, new_parameter
-from minisgl_batch.layers.packing import linear, pack
+from minisgl_batch.layers.fp8_config import Fp8Config
+from minisgl_batch.layers.fp8_weight import Fp8Weight
 from minisgl_batch.layers.rotary import rotary_order
 from minisgl_batch.layers.sharding import even_share, shard_heads
+from minisgl_batch.layers.weight import PlainWeight, Source, Weight
+from minisgl_kernels.matmul import Operand
 
 
 class _Linear(Layer):
-    """The parameters of a linear map (in_features -> out_features) as this rank holds them."""
+    """The parameters of a linear map (in_features -> out_features) as this rank holds them.
+
+    `fp8` says how the weight is in FP8; None: it is of `dtype`, like the bias and all activations.
+    """
+
+    weight: Weight
 
     def __init__(
         self,
@@ -29,31 +37,33 @@ class _Linear(Layer):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        fp8: Fp8Config | None = None,
     ) -> None:
         super().__init__()
-        self.weight = new_parameter((out_features, in_features), dtype, device)
+        shape = out_features, in_features
+        self.weight = PlainWeight(shape, dtype, device) if fp8 is None else Fp8Weight(shape, dtype, device, fp8)
         self.bias = new_parameter((out_features,), dtype, device) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Operand) -> torch.Tensor:
         """(num_tokens, in_features) -> (num_tokens, out_features)."""
-        return linear(x, self.weight, self.bias)
+        return self.weight.multiply(x, self.bias)
 
-    def factors(self) -> Iterator[torch.Tensor]:
+    def factors(self) -> Iterator[Operand]:
         if self.bias is None:
-            yield self.weight
+            yield from self.weight.factors()
 
     def finish(self) -> None:
-        self.weight = pack(self.weight)
+        self.weight.finish()
 
 
 class LinearReplicated(_Linear):
     """The whole layer on every rank."""
 
-    def factors(self) -> Iterator[torch.Tensor]:
+    def factors(self) -> Iterator[Operand]:
         return iter(())  # all ranks must get equal bits, and so run the same algorithm
 
     def parts(self) -> Iterator[Part]:
-        yield Part("weight", self.weight, tuple(self.weight.shape))
+        yield from self.weight.parts(slice(None), Source(self.weight.shape))
         if self.bias is not None:
             yield Part("bias", self.bias, tuple(self.bias.shape))
 
@@ -72,9 +82,16 @@ class _LinearMerged(_Linear):
     """Several layers of the checkpoint that read the same input, as one: this rank's rows of each, stacked."""
 
     def __init__(
-        self, in_features: int, rows: list[_Rows], *, bias: bool, dtype: torch.dtype, device: torch.device | None
+        self,
+        in_features: int,
+        rows: list[_Rows],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | None,
+        fp8: Fp8Config | None,
     ) -> None:
-        super().__init__(in_features, sum(r.num_rows for r in rows), bias=bias, dtype=dtype, device=device)
+        super().__init__(in_features, sum(r.num_rows for r in rows), bias=bias, dtype=dtype, device=device, fp8=fp8)
         self._rows = rows
         self.split_sizes = [r.num_rows for r in rows]
 
@@ -82,10 +99,10 @@ class _LinearMerged(_Linear):
         offset = 0
         for rows in self._rows:
             here = slice(offset, offset + rows.num_rows)
-            shape = (rows.total, self.weight.shape[1])
-            yield Part("weight", self.weight[here], shape, start=rows.start, sibling=rows.name)
+            source = Source((rows.total, self.weight.shape[1]), start=rows.start, sibling=rows.name)
+            yield from self.weight.parts(here, source)
             if self.bias is not None:
-                yield Part("bias", self.bias[here], shape[:1], start=rows.start, sibling=rows.name)
+                yield Part("bias", self.bias[here], (rows.total,), start=rows.start, sibling=rows.name)
             offset = here.stop
 
 
@@ -109,10 +126,11 @@ class LinearColParallelMerged(_LinearMerged):
         tp: TPGroup,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        fp8: Fp8Config | None = None,
     ) -> None:
         shares = {name: even_share(width, tp.size) for name, width in outputs.items()}
         rows = [_Rows(name, outputs[name], tp.rank * share, share) for name, share in shares.items()]
-        super().__init__(in_features, rows, bias=bias, dtype=dtype, device=device)
+        super().__init__(in_features, rows, bias=bias, dtype=dtype, device=device, fp8=fp8)
 
 
 class LinearQKVMerged(_LinearMerged):
@@ -138,6 +156,7 @@ class LinearQKVMerged(_LinearMerged):
         dtype: torch.dtype,
         device: torch.device | None = None,
         rotary_dim: int | None = None,
+        fp8: Fp8Config | None = None,
     ) -> None:
         self.heads = heads = shard_heads(num_heads, num_kv_heads, tp.rank, tp.size)
         q = _Rows("q_proj", num_heads * head_dim, heads.q_start * head_dim, heads.num_heads * head_dim)
@@ -145,16 +164,16 @@ class LinearQKVMerged(_LinearMerged):
             _Rows(name, num_kv_heads * head_dim, heads.kv_start * head_dim, heads.num_kv_heads * head_dim)
             for name in ("k_proj", "v_proj")
         )
-        super().__init__(in_features, [q, k, v], bias=bias, dtype=dtype, device=device)
+        super().__init__(in_features, [q, k, v], bias=bias, dtype=dtype, device=device, fp8=fp8)
         self._head_dim, self._rotary_dim = head_dim, rotary_dim or head_dim
 
     def finish(self) -> None:
         if self._rotary_dim < self._head_dim:
-            order = rotary_order(self._rotary_dim, self._head_dim).to(self.weight.device)
-            for parameter in (self.weight, self.bias):
-                if parameter is not None:
-                    q_and_k = parameter[: -self.split_sizes[-1]].unflatten(0, (-1, self._head_dim))
-                    q_and_k.copy_(q_and_k[:, order])
+            rows = [*self.weight.by_row(), *([] if self.bias is None else [self.bias])]
+            order = rotary_order(self._rotary_dim, self._head_dim).to(rows[0].device)
+            for tensor in rows:
+                q_and_k = tensor[: -self.split_sizes[-1]].unflatten(0, (-1, self._head_dim))
+                q_and_k.copy_(q_and_k[:, order])
         super().finish()
 
 
@@ -176,23 +195,26 @@ class LinearRowParallel(_Linear):
         tp: TPGroup,
         dtype: torch.dtype,
         device: torch.device | None = None,
+        fp8: Fp8Config | None = None,
     ) -> None:
-        super().__init__(even_share(in_features, tp.size), out_features, bias=bias, dtype=dtype, device=device)
+        share = even_share(in_features, tp.size)
+        super().__init__(share, out_features, bias=bias, dtype=dtype, device=device, fp8=fp8)
+        self._dtype = dtype
         self._tp = tp
         self._in_features = in_features
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Operand) -> torch.Tensor:
         """(num_tokens, in_features / tp) -> this rank's share of (num_tokens, out_features).
 
         It may be gone once another such layer is called.
         """
         bias = self.bias if self._tp.rank == 0 else None  # the sum over the ranks must hold it once
-        out = None if self.bias is not None else self._tp.buffer((x.shape[0], self.weight.shape[0]), x.dtype)
-        return linear(x, self.weight, bias, out)
+        out = None if self.bias is not None else self._tp.buffer((x.shape[0], self.weight.shape[0]), self._dtype)
+        return self.weight.multiply(x, bias, out)
 
     def parts(self) -> Iterator[Part]:
         out_features, share = self.weight.shape
-        full_shape = (out_features, self._in_features)
-        yield Part("weight", self.weight, full_shape, dim=1, start=self._tp.rank * share)
+        source = Source((out_features, self._in_features), dim=1, start=self._tp.rank * share)
+        yield from self.weight.parts(slice(None), source)
         if self.bias is not None:
             yield Part("bias", self.bias, (out_features,))

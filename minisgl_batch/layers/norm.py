@@ -8,7 +8,9 @@ import torch
 
 from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.layers.base import Layer, Part, new_parameter
-from minisgl_kernels.add_rms_norm import add_rms_norm
+from minisgl_kernels.add_rms_norm import add_rms_norm, add_rms_norm_fp8
+from minisgl_kernels.matmul import Operand
+from minisgl_kernels.quantize_fp8 import quantize
 
 
 class RMSNorm(Layer):
@@ -27,20 +29,23 @@ class RMSNorm(Layer):
         device: torch.device | None = None,
         tp: TPGroup = SINGLE,
         offset: float = 0.0,
+        into_fp8: bool = False,
     ) -> None:
         """
         Args:
             tp: the ranks whose shares of the last block's output are summed first.
+            into_fp8: what reads the normalised sum wants it in FP8; see `Weight`.
             offset: the checkpoint's weight is so much less than the one that is multiplied with, which is in float32
                 then, as in the models' reference code.
         """
         super().__init__()
         self._tp = tp
         self._offset = offset
+        self._into_fp8 = into_fp8
         self.weight = new_parameter((size,), torch.float32 if offset else dtype, device)
         self.eps = eps
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[Operand, torch.Tensor]:
         """Add, then normalise.
 
         Args:
@@ -52,8 +57,10 @@ class RMSNorm(Layer):
             The normalised sum, which the next block reads, and the sum.
         """
         if residual is None or self._tp.comm is None:
-            return add_rms_norm(x, residual, self.weight, self.eps)
-        return self._tp.comm.add_rms_norm(x, residual, self.weight, self.eps), residual
+            add = add_rms_norm_fp8 if self._into_fp8 else add_rms_norm
+            return add(x, residual, self.weight, self.eps)
+        normed = self._tp.comm.add_rms_norm(x, residual, self.weight, self.eps)
+        return quantize(normed, grouped=False) if self._into_fp8 else normed, residual
 
     def parts(self) -> Iterator[Part]:
         yield Part("weight", self.weight, tuple(self.weight.shape))

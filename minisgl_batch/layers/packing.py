@@ -9,20 +9,19 @@ from __future__ import annotations
 import platform
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from minisgl_kernels.matmul import matmul
+from minisgl_kernels import matmul
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x @ weight.T + bias` for a weight (out, in) that is packed or not; into `out`, then without a bias."""
-    if weight.is_mkldnn:
+    if weight.is_mkldnn and not matmul.keeps_order():
         packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return packed if out is None else out.copy_(packed)
-    return matmul(x, weight, out) if bias is None else F.linear(x, weight, bias)
+    return matmul.linear(x, weight, bias, out)
 
 
 def pack(weight: nn.Parameter) -> nn.Parameter:

@@ -1,32 +1,37 @@
 """The tensors of a model folder's safetensors files, read by slices. Knows nothing of models.
 
 Called by `weights`. Names lose the "model." that checkpoints of whole language models have, and checkpoints of bare
-base models don't.
+base models don't, and the "language_model." of those that read images as well.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from minisgl_batch.errors import ModelError
 from minisgl_batch.hub import refuse_adapter
 from minisgl_batch.layers.base import Part
+from minisgl_batch.models import mxfp4
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+_PREFIXES = re.compile(r"^(model\.)?(language_model\.)?(model\.)?")
 _WHAT_TO_DO = (
     "convert them to safetensors, such as by loading the model with transformers and saving it with save_pretrained"
 )
-_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_FP8 = "F8_E4M3"
+_TYPES = ("F64", "F32", "F16", "BF16", _FP8)
 
 
 @dataclass(frozen=True)
@@ -38,19 +43,33 @@ class StoredTensor:
         key: as the file has it.
         file: which file.
         shape: of the whole tensor, or of its rows that have the name.
+        dtype: as safetensors calls it.
         first_row: where those begin.
+        scales: of a tensor in MXFP4, which this one holds the blocks of; the shape is that of the unpacked tensor.
     """
 
     name: str
     key: str
     file: Path
     shape: tuple[int, ...]
+    dtype: str
     first_row: int = 0
+    scales: StoredTensor | None = None
 
-    def in_file(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Where a part of it is in the file's tensor."""
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype == _FP8
+
+    def read(self, opened: Any, index: tuple[slice, ...]) -> torch.Tensor:
+        """A part of it from its open file. Dimensions that it lacks have a length of 1."""
+        tensor: torch.Tensor
+        if not self.shape:
+            tensor = opened.get_tensor(self.key)
+            return tensor
         start, stop, _ = index[0].indices(self.shape[0])
-        return slice(self.first_row + start, self.first_row + stop), *index[1:]
+        where = slice(self.first_row + start, self.first_row + stop), *index[1 : len(self.shape)]
+        tensor = opened.get_slice(self.key)[where]
+        return tensor
 
 
 class Checkpoint:
@@ -74,6 +93,13 @@ class Checkpoint:
             stored = self.tensors.get(_plain_name(key))
             if stored is None or stored.file != file:
                 raise ModelError(f"{folder / INDEX} says that {file.name} holds {key}, but it doesn't")
+        _join_packed(self.tensors)
+
+    def whole(self, stored: StoredTensor) -> torch.Tensor:
+        """All of one tensor."""
+        with _open(stored.file) as opened:
+            tensor: torch.Tensor = opened.get_tensor(stored.key)
+            return tensor
 
     def read(self, parts: Mapping[str, Part]) -> None:
         """Copy each part's share of its tensor to its target, file by file; one share is in memory besides."""
@@ -83,7 +109,15 @@ class Checkpoint:
         for file, wanted in by_file.items():
             with _open(file) as opened:
                 for stored, part in wanted:
-                    part.target.copy_(opened.get_slice(stored.key)[stored.in_file(part.index)])
+                    if stored.scales is None:
+                        values = stored.read(opened, part.index)
+                        if fault := part.fault(values):
+                            raise ModelError(f"{file}: {stored.key} {fault}")
+                        part.fill(values)
+                        continue
+                    with _open(stored.scales.file) as other:
+                        scales = other.get_slice(stored.scales.key)
+                        mxfp4.read_unpacked(opened.get_slice(stored.key), scales, part)
 
 
 def _find_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
@@ -123,12 +157,34 @@ def _read_header(file: Path) -> Iterator[StoredTensor]:
     with _open(file) as opened:
         for key in opened.keys():  # noqa: SIM118 - it is no mapping
             stored = opened.get_slice(key)
-            if stored.get_dtype() not in _FLOAT_TYPES:
+            dtype = stored.get_dtype()
+            is_packed = dtype == mxfp4.DTYPE and key.endswith((mxfp4.BLOCKS, mxfp4.SCALES))
+            if dtype not in _TYPES and not is_packed:
                 raise ModelError(
-                    f"{file}: {key} is stored as {stored.get_dtype()}; quantized checkpoints aren't supported, only "
-                    + ", ".join(_FLOAT_TYPES)
+                    f"{file}: {key} is stored as {dtype}; quantized checkpoints aren't supported but in FP8, only "
+                    + ", ".join(_TYPES)
                 )
-            yield StoredTensor(_plain_name(key), key, file, tuple(stored.get_shape()))
+            yield StoredTensor(_plain_name(key), key, file, tuple(stored.get_shape()), dtype)
+
+
+def _join_packed(tensors: dict[str, StoredTensor]) -> None:
+    """Name tensors in MXFP4, which are two each, as other checkpoints do."""
+    for blocks in [t for name, t in tensors.items() if name.endswith(mxfp4.BLOCKS) and t.dtype == mxfp4.DTYPE]:
+        name = blocks.name.removesuffix(mxfp4.BLOCKS)
+        scales = tensors.get(name + mxfp4.SCALES)
+        if scales is None or scales.dtype != mxfp4.DTYPE:
+            wrong = "none" if scales is None else f"{scales.dtype} in {scales.file}"
+            raise ModelError(
+                f"{blocks.file}: {blocks.key} needs {mxfp4.SCALES[1:]} as {mxfp4.DTYPE}, there are {wrong}"
+            )
+        shape = mxfp4.unpacked_shape(blocks.shape, scales.shape)
+        if shape is None:
+            raise ModelError(
+                f"{blocks.file}: {blocks.key} has the shape {list(blocks.shape)} and its scales {list(scales.shape)}, "
+                f"which aren't those of numbers in MXFP4"
+            )
+        del tensors[blocks.name], tensors[scales.name]
+        tensors[name] = replace(blocks, name=name, shape=shape, scales=scales)
 
 
 @contextmanager
@@ -141,4 +197,4 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def _plain_name(key: str) -> str:
-    return key.removeprefix("model.")
+    return _PREFIXES.sub("", key)

@@ -10,13 +10,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from minisgl_batch.errors import InvalidParameterError
+from minisgl_batch.layers.fp8_config import Fp8Config
 from minisgl_batch.layers.rope_config import RopeConfig
 from minisgl_batch.layers.sharding import check_tp_size
 from minisgl_batch.models.config_file import ConfigFile
 from minisgl_batch.models.families import Family, read_family
 from minisgl_batch.models.moe_config import MoEConfig
-from minisgl_batch.models.refusals import refuse_unsupported
+from minisgl_batch.models.quantization import (
+    METHODS,
+    QUANTIZED_AT_LOAD,
+    Quantization,
+    read_quantization,
+    refuse_experts,
+)
+from minisgl_batch.models.refusals import refuse_quantized, refuse_unsupported
 from minisgl_batch.models.rope import read_local_rope, read_rope
+from minisgl_batch.text_part import text_part
 
 Activation = Literal["silu", "gelu"]
 MAX_LAYERS = 4096
@@ -38,11 +48,13 @@ class ModelConfig:
         rope: of all layers, or of those without a window where `local_rope` is that of the others.
         activation: of MLPs; "gelu" is the approximation by tanh.
         attention_scale: factor on q·k.
+        has_sinks: attention heads have sinks, see `AttnSpec`.
         embedding_scale: factor on embedded tokens.
         norm_offset: what is added to norms' weights.
         has_post_norms: what attention and MLP give is normalised too, before it is added.
         moe: None: all MLPs are dense.
-        dtype: what the checkpoint was saved in: "float32", "bfloat16" or "float16".
+        dtype: what the checkpoint was saved in: "float32", "bfloat16" or "float16"; but for weights in FP8.
+        quantization: of the linear layers; None: they are of the model's own type.
         max_len: no sequence is longer, in tokens; None: nothing is known but the context.
     """
 
@@ -66,11 +78,13 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     activation: Activation = "silu"
     attention_scale: float
+    has_sinks: bool = False
     embedding_scale: float = 1.0
     norm_offset: float = 0.0
     has_post_norms: bool = False
     moe: MoEConfig | None = None
     dtype: str
+    quantization: Quantization | None = None
     max_len: int | None = None
 
     @property
@@ -94,15 +108,35 @@ class ModelConfig:
         """For sequences of at most `max_len` tokens, which is no more than the context."""
         return replace(self, max_len=max_len)
 
+    def fp8_of(self, block: str, *layers: str, merged: str | None = None) -> Fp8Config | None:
+        """How some layers are in FP8, if they are; see `Quantization.of`."""
+        return None if self.quantization is None else self.quantization.of(block, *layers, merged=merged)
+
+    def quantized(self, *, at_load: bool) -> ModelConfig:
+        """With linear layers in FP8, which they are already or are put into as they're loaded.
+
+        Args:
+            at_load: do so even if the config says that the checkpoint has it done.
+
+        Raises:
+            InvalidParameterError: the model can't be.
+        """
+        if self.moe is not None:
+            raise InvalidParameterError("quantization", "mixtures of experts aren't supported in FP8: leave it out")
+        if self.quantization is None:
+            return replace(self, quantization=QUANTIZED_AT_LOAD)
+        return replace(self, quantization=self.quantization.at_load()) if at_load else self
+
     def window(self, layer: int) -> int | None:
         """How many tokens back a token sees in a layer; None where that are all of the longest sequence."""
         window = self.sliding_window[layer]
         return None if window is None or window >= self.context_len else window
 
     @property
-    def has_windows(self) -> bool:
-        """Whether some layer has one."""
-        return any(self.window(layer) is not None for layer in range(self.num_layers))
+    def longest_window(self) -> int | None:
+        """Of the layers that have one; None if no layer has."""
+        windows = [self.window(layer) for layer in range(self.num_layers)]
+        return max((window for window in windows if window is not None), default=None)
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer's MLP is a mixture of experts."""
@@ -129,6 +163,8 @@ class ModelConfig:
             InvalidParameterError: lists the sizes that work.
         """
         check_tp_size(tp_size, self.num_heads, self.num_kv_heads, *self.mlp_widths)
+        if self.quantization is not None:
+            self.quantization.check_tp_size(tp_size, self.num_heads * self.head_dim, *self.mlp_widths)
 
 
 def load_model_config(path: Path) -> ModelConfig:
@@ -139,13 +175,20 @@ def load_model_config(path: Path) -> ModelConfig:
             file, the key and what is supported.
     """
     file = ConfigFile.read(path / "config.json")
+    if (text := text_part(file.data)) is not file.data:
+        file = replace(file, data=text, prefix="text_config.")
     refuse_unsupported(file)
     architecture, family = read_family(file)
+    refuse_quantized(file, (*METHODS, *family.quant_methods))
+    quantization = read_quantization(file)
     num_layers = file.count("num_hidden_layers", high=MAX_LAYERS)
     num_heads = file.count("num_attention_heads")
     hidden_size = file.count("hidden_size")
     head_dim = file.count("head_dim", family.head_dim or hidden_size // num_heads)
     max_position_embeddings = file.count("max_position_embeddings", family.max_position_embeddings)
+    moe = family.moe(file, num_layers)
+    if moe is not None and quantization is not None:
+        refuse_experts(file)
     config = ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -175,8 +218,10 @@ def load_model_config(path: Path) -> ModelConfig:
         local_rope=read_local_rope(file, max_position_embeddings, family.local_rope_theta),
         activation=family.activation(file),
         attention_scale=head_dim**-0.5,
-        moe=family.moe(file, num_layers),
+        has_sinks=family.has_sinks,
+        moe=moe,
         dtype=file.choice(file.either("dtype", "torch_dtype"), DTYPES, "float32"),
+        quantization=quantization,
     )
     config = family.complete(file, config)
     if config.num_heads % config.num_kv_heads:

@@ -1,4 +1,4 @@
-"""The pre-norm transformer: Llama, Mistral, Qwen, Phi, Gemma and mixtures of experts, told apart by their configs.
+"""The pre-norm transformer: Llama, Mistral, Qwen, Phi, Gemma, gpt-oss and mixtures of experts, told apart by configs.
 
 Module names follow Hugging Face checkpoints, with q/k/v and gate/up merged. Built by `registry.make_model`.
 """
@@ -26,10 +26,10 @@ class DecoderLayer(nn.Module):
         self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
     ) -> None:
         super().__init__()
-        self.input_layernorm = _norm(config, tp, dtype, device)
         self.self_attn = _attention(config, layer, tp, dtype, device)
-        self.post_attention_layernorm = _norm(config, tp, dtype, device)
         self.mlp = _mlp(config, layer, tp, dtype, device)
+        self.input_layernorm = _norm(config, tp, dtype, device, into_fp8=self.self_attn.reads_fp8)
+        self.post_attention_layernorm = _norm(config, tp, dtype, device, into_fp8=self.mlp.reads_fp8)
 
     def forward(
         self,
@@ -61,11 +61,11 @@ class PostNormLayer(nn.Module):
     ) -> None:
         super().__init__()
         self._tp = tp
-        self.input_layernorm = _norm(config, SINGLE, dtype, device)
         self.self_attn = _attention(config, layer, tp, dtype, device)
-        self.post_attention_layernorm = _norm(config, SINGLE, dtype, device)
-        self.pre_feedforward_layernorm = _norm(config, SINGLE, dtype, device)
         self.mlp = _mlp(config, layer, tp, dtype, device)
+        self.input_layernorm = _norm(config, SINGLE, dtype, device, into_fp8=self.self_attn.reads_fp8)
+        self.post_attention_layernorm = _norm(config, SINGLE, dtype, device)
+        self.pre_feedforward_layernorm = _norm(config, SINGLE, dtype, device, into_fp8=self.mlp.reads_fp8)
         self.post_feedforward_layernorm = _norm(config, SINGLE, dtype, device)
 
     def forward(
@@ -84,15 +84,24 @@ class PostNormLayer(nn.Module):
         return self.post_feedforward_layernorm(self._tp.all_reduce(self.mlp(x)))[0], residual
 
 
-def _norm(config: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | None) -> RMSNorm:
+def _norm(
+    config: ModelConfig, tp: TPGroup, dtype: torch.dtype, device: torch.device | None, *, into_fp8: bool = False
+) -> RMSNorm:
     return RMSNorm(
-        config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, tp=tp, offset=config.norm_offset
+        config.hidden_size,
+        config.rms_norm_eps,
+        dtype=dtype,
+        device=device,
+        tp=tp,
+        offset=config.norm_offset,
+        into_fp8=into_fp8,
     )
 
 
 def _attention(
     config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype, device: torch.device | None
 ) -> SelfAttention:
+    block = f"model.layers.{layer}.self_attn"
     return SelfAttention(
         layer=layer,
         hidden_size=config.hidden_size,
@@ -105,7 +114,10 @@ def _attention(
         qk_norm_offset=config.norm_offset,
         scale=config.attention_scale,
         window=config.window(layer),
+        has_sinks=config.has_sinks,
         rotary_dim=config.rope.rotary_dim(config.head_dim),
+        qkv_fp8=config.fp8_of(block, "q_proj", "k_proj", "v_proj", merged="qkv_proj"),
+        output_fp8=config.fp8_of(block, "o_proj"),
         tp=tp,
         dtype=dtype,
         device=device,
@@ -117,7 +129,7 @@ def _mlp(
 ) -> MLP | SparseMLP:
     if config.is_sparse(layer):
         return SparseMLP(config, tp, dtype, device)
-    return MLP(config, config.intermediate_size, tp, dtype, device)
+    return MLP(config, config.intermediate_size, tp, dtype, device, block=f"model.layers.{layer}.mlp")
 
 
 class DenseModel(CausalLM):

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from minisgl_batch.layers.rope_config import RopeConfig
+from minisgl_batch.layers.rope_config import RopeConfig, yarn_attention_factor
 from minisgl_batch.models.config_file import ConfigFile
 from minisgl_batch.models.gemma import gemma3_layer_types, read_gemma3
-from minisgl_batch.models.moe_config import MoEConfig, no_experts, qwen_moe, read_mixtral
+from minisgl_batch.models.moe_config import MoEConfig, no_experts, qwen_moe, read_gpt_oss, read_mixtral
 from minisgl_batch.models.refusals import why_not
+from minisgl_batch.text_part import MODELS_WITH_IMAGES
 
 if TYPE_CHECKING:
     from minisgl_batch.models.config import Activation, ModelConfig
@@ -27,6 +28,21 @@ def _with_ministral3_rope(file: ConfigFile, config: ModelConfig) -> ModelConfig:
     if file.child("rope_parameters") or file.child("rope_scaling"):
         return config
     rope = RopeConfig(theta=1e6, type="yarn", factor=16.0, original_context_len=16384, query_growth=0.1)
+    return replace(config, rope=rope)
+
+
+def _with_gpt_oss_rope(file: ConfigFile, config: ModelConfig) -> ModelConfig:
+    if file.child("rope_parameters") or file.child("rope_scaling"):
+        return config
+    factor = 32.0
+    rope = RopeConfig(
+        theta=config.rope.theta,
+        type="yarn",
+        factor=factor,
+        original_context_len=4096,
+        truncate=False,
+        attention_factor=yarn_attention_factor(factor),
+    )
     return replace(config, rope=rope)
 
 
@@ -90,6 +106,12 @@ def _window_by_pattern(file: ConfigFile, num_layers: int) -> tuple[int | None, .
     return _layer_types(file, num_layers, _window(file, 4096), gemma3_layer_types(file, num_layers))
 
 
+def _window_in_every_second_layer(file: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    """gpt-oss' rule: the first layer and every second one, unless `layer_types` says which."""
+    default = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+    return _layer_types(file, num_layers, _window(file, 128), default)
+
+
 def _layer_types(
     file: ConfigFile, num_layers: int, window: int | None, default: list[str] | None = None
 ) -> tuple[int | None, ...]:
@@ -112,10 +134,13 @@ def _window(file: ConfigFile, default: int | None) -> int | None:
 class Family:
     """One architecture's configs.
 
+    `models` names published ones, for the tables of README.md and docs/models.md (`python -m tests.tables`).
     `num_kv_heads` None: as many as query heads. `head_dim` None: hidden size / heads. `local_rope_theta`: layers with a
-    window have a rotary embedding of their own. `complete` adds what only this architecture has.
+    window have a rotary embedding of their own. `quant_methods`: of checkpoints that can be read. `complete` adds what
+    only this architecture has.
     """
 
+    models: str
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
@@ -125,6 +150,7 @@ class Family:
     attention_output_bias: Callable[[ConfigFile], bool] = _never
     mlp_bias: Callable[[ConfigFile], bool] = _never
     qk_norm: bool = False
+    has_sinks: bool = False
     tie_word_embeddings: bool = False
     activation: Callable[[ConfigFile], Activation] = _silu
     sliding_window: Callable[[ConfigFile, int], tuple[int | None, ...]] = _no_window
@@ -132,11 +158,13 @@ class Family:
     local_rope_theta: float | None = None
     scales_queries: bool = False
     moe: Callable[[ConfigFile, int], MoEConfig | None] = no_experts
+    quant_methods: tuple[str, ...] = ()
     complete: Callable[[ConfigFile, ModelConfig], ModelConfig] = _complete
 
 
 _FAMILIES = {
     "Gemma3ForCausalLM": Family(
+        models="Gemma 3 that reads text alone",
         max_position_embeddings=131072,
         rope_theta=1e6,
         local_rope_theta=1e4,
@@ -150,18 +178,36 @@ _FAMILIES = {
         sliding_window=_window_by_pattern,
         complete=read_gemma3,
     ),
+    "GptOssForCausalLM": Family(
+        models="gpt-oss-20b, gpt-oss-120b",
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        num_kv_heads=8,
+        head_dim=64,
+        attention_bias=_as_configured("attention_bias", default=True),
+        attention_output_bias=_as_configured("attention_bias", default=True),
+        has_sinks=True,
+        sliding_window=_window_in_every_second_layer,
+        moe=read_gpt_oss,
+        quant_methods=("mxfp4",),
+        complete=_with_gpt_oss_rope,
+    ),
     "LlamaForCausalLM": Family(
+        models="Llama 2, 3, 3.1, 3.2 and 3.3",
         max_position_embeddings=2048,
         attention_bias=_as_configured("attention_bias"),
         attention_output_bias=_as_configured("attention_bias"),
         mlp_bias=_as_configured("mlp_bias"),
     ),
     "MinistralForCausalLM": Family(
+        models="Ministral 8B",
         max_position_embeddings=131072,
         num_kv_heads=8,
         sliding_window=_window_by_layer_type,
     ),
     "Ministral3ForCausalLM": Family(
+        models="Ministral 3 that reads text alone",
         max_position_embeddings=262144,
         rms_norm_eps=1e-5,
         num_kv_heads=8,
@@ -171,11 +217,13 @@ _FAMILIES = {
         complete=_with_ministral3_rope,
     ),
     "MistralForCausalLM": Family(
+        models="Mistral 7B, Nemo, Small and Large",
         max_position_embeddings=131072,
         num_kv_heads=8,
         sliding_window=_window_in_all_layers(4096),
     ),
     "MixtralForCausalLM": Family(
+        models="Mixtral",
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
         rope_theta=1e6,
@@ -184,18 +232,21 @@ _FAMILIES = {
         moe=read_mixtral,
     ),
     "Phi3ForCausalLM": Family(
+        models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
         max_position_embeddings=4096,
         rms_norm_eps=1e-5,
         sliding_window=_window_in_all_layers(None),
         partial_rotary=True,
     ),
     "Qwen2ForCausalLM": Family(
+        models="Qwen2, Qwen2.5",
         max_position_embeddings=32768,
         num_kv_heads=32,
         attention_bias=_always,
         sliding_window=_window_by_layer,
     ),
     "Qwen3ForCausalLM": Family(
+        models="Qwen3",
         max_position_embeddings=32768,
         num_kv_heads=32,
         head_dim=128,
@@ -205,6 +256,7 @@ _FAMILIES = {
         sliding_window=_window_by_layer,
     ),
     "Qwen2MoeForCausalLM": Family(
+        models="Qwen1.5-MoE, Qwen2-57B-A14B",
         max_position_embeddings=32768,
         num_kv_heads=16,
         attention_bias=_as_configured("qkv_bias", default=True),
@@ -212,6 +264,7 @@ _FAMILIES = {
         moe=qwen_moe(num_experts=60, top_k=4, intermediate_size=1408, shared_intermediate_size=5632),
     ),
     "Qwen3MoeForCausalLM": Family(
+        models="Qwen3-30B-A3B and other Qwen3-MoE",
         max_position_embeddings=32768,
         num_kv_heads=4,
         attention_bias=_as_configured("attention_bias"),
@@ -222,7 +275,9 @@ _FAMILIES = {
     ),
 }
 
-SUPPORTED_ARCHITECTURES: tuple[str, ...] = tuple(_FAMILIES)
+MODELS = {architecture: family.models for architecture, family in _FAMILIES.items()} | MODELS_WITH_IMAGES
+"""Architecture -> published models that have it."""
+SUPPORTED_ARCHITECTURES: tuple[str, ...] = tuple(MODELS)
 
 
 def read_family(file: ConfigFile) -> tuple[str, Family]:

@@ -20,7 +20,11 @@ class MoEConfig:
         renormalize: the weights of a token's experts are scaled to a sum of 1.
         is_sparse: per layer, whether its MLP is sparse.
         block: a sparse MLP's name in checkpoints.
-        projections: the names of an expert's gate, up and down projections there.
+        router: the router's name there.
+        projections: the names of an expert's gate, up and down projections there; None: a layer's experts are one
+            tensor each of gate and up, in turns, and of down projections.
+        has_biases: router and experts have biases.
+        clamped_swiglu: (alpha, limit) of an activation in silu's place; see `ClampedSwiglu`.
     """
 
     num_experts: int
@@ -30,7 +34,10 @@ class MoEConfig:
     renormalize: bool
     is_sparse: tuple[bool, ...]
     block: str = "mlp"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    projections: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    has_biases: bool = False
+    clamped_swiglu: tuple[float, float] | None = None
 
 
 def no_experts(_file: ConfigFile, _num_layers: int) -> None:
@@ -80,6 +87,25 @@ def read_mixtral(file: ConfigFile, num_layers: int) -> MoEConfig:
             is_sparse=(True,) * num_layers,
             block="block_sparse_moe",
             projections=("w1", "w3", "w2"),
+        ),
+    )
+
+
+def read_gpt_oss(file: ConfigFile, num_layers: int) -> MoEConfig:
+    """gpt-oss', whose layers are all sparse."""
+    return _checked(
+        file,
+        MoEConfig(
+            num_experts=file.count("num_local_experts", 128),
+            top_k=file.count("num_experts_per_tok", 4),
+            intermediate_size=file.count("intermediate_size"),
+            shared_intermediate_size=None,
+            renormalize=True,  # a softmax of the best experts' logits alone is the same
+            is_sparse=(True,) * num_layers,
+            router="router",
+            projections=None,
+            has_biases=True,
+            clamped_swiglu=(file.number("swiglu_alpha", 1.702), file.number("swiglu_limit", 7.0)),
         ),
     )
 

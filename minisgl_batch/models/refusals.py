@@ -22,16 +22,8 @@ _NO_GENERATORS = ("Model", "ForMaskedLM", "ForQuestionAnswering", "ForSequenceCl
 def refuse_unsupported(file: ConfigFile) -> None:
     """
     Raises:
-        ModelError: the model is quantized, reads more than text, or makes no text token by token; names the file and
-            the key.
+        ModelError: the model reads more than text, or makes no text token by token; names the file and the key.
     """
-    for key in ("quantization_config", "compression_config"):
-        if file.data.get(key):
-            raise file.error(
-                key,
-                f"quantized checkpoints ({_quantization(file.data[key])}) aren't supported: use the one that this was "
-                "made from, in bfloat16, float16 or float32",
-            )
     for key, what in _OTHER_INPUTS.items():
         if file.data.get(key):
             raise file.error(key, f"models that read {what} aren't supported: use one that reads text alone")
@@ -42,6 +34,24 @@ def refuse_unsupported(file: ConfigFile) -> None:
         raise ModelError(
             f"{modules}: embedding models (sentence-transformers) aren't supported: use one that generates text"
         )
+
+
+def refuse_quantized(file: ConfigFile, supported: tuple[str, ...]) -> None:
+    """
+    Args:
+        supported: the quantizations that can be read.
+
+    Raises:
+        ModelError: the model is quantized in another way; names the file and the key.
+    """
+    for key in ("quantization_config", "compression_config"):
+        config = file.data.get(key)
+        if config and _quantization(config) not in supported:
+            raise file.error(
+                key,
+                f"quantized checkpoints ({_quantization(config)}) aren't supported: use the one that this was made "
+                "from, in bfloat16, float16 or float32",
+            )
 
 
 def why_not(architecture: str) -> str:

@@ -19,6 +19,7 @@ _DENSE = "minisgl_batch.models.dense:DenseModel"
 # Architecture, as in the first entry of config.json's `architectures` -> module:class.
 _MODELS = {
     "Gemma3ForCausalLM": _DENSE,
+    "GptOssForCausalLM": _DENSE,
     "LlamaForCausalLM": _DENSE,
     "MinistralForCausalLM": _DENSE,
     "Ministral3ForCausalLM": _DENSE,

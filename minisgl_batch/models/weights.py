@@ -18,10 +18,18 @@ from minisgl_batch.errors import ModelError
 from minisgl_batch.layers.base import Layer, Part
 from minisgl_batch.models.base import CausalLM
 from minisgl_batch.models.checkpoint import Checkpoint, StoredTensor
+from minisgl_batch.models.kv_scales import read_kv_scales
 
 DUMMY_STD = 0.02
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-_NEEDLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # buffers that old releases saved
+_NEEDLESS = re.compile(
+    r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$"  # buffers that old releases saved
+    # Activations are scaled by token; `kv_scales` reads the others.
+    r"|\.(input_scale|activation_scale|output_scale|[qkv]_scale|kv_scale)$"
+    # What stands beside text models.
+    r"|^(vision_tower|multi_modal_projector)\."
+)
+_SCALES = re.compile(r"\.weight_scale_inv$")  # one that's multiplied with, as well, in spite of its name
 _MAX_NAMED = 5
 
 
@@ -50,8 +58,8 @@ def init_dummy_weights(model: CausalLM, seed: int) -> None:
             target.fill_(1.0)
             continue
         generator = torch.Generator(target.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-        full = torch.empty(part.full_shape, dtype=target.dtype, device=target.device)
-        target.copy_(full.normal_(0.0, DUMMY_STD, generator=generator)[part.index])
+        full = torch.empty(part.full_shape, dtype=part.dtype, device=target.device)
+        part.fill(full.normal_(0.0, DUMMY_STD, generator=generator)[part.index])
     _finish(model)
 
 
@@ -68,12 +76,14 @@ def checkpoint_parts(model: CausalLM) -> dict[str, Part]:
 
 def _read(checkpoint: Checkpoint, model: CausalLM) -> None:
     parts = checkpoint_parts(model)
+    _rename_scales(checkpoint.tensors)
     if model.config.tie_word_embeddings:
         _drop_tied_copy(checkpoint.tensors)
     _split_merged(checkpoint.tensors, model)
     _check_names(checkpoint, parts, model.config.architecture)
-    _check_shapes(checkpoint, parts)
+    _check_kinds(checkpoint, parts)
     checkpoint.read(parts)
+    read_kv_scales(checkpoint, model)
 
 
 def _layers(model: CausalLM) -> list[tuple[str, Layer]]:
@@ -92,6 +102,12 @@ def _drop_tied_copy(tensors: dict[str, StoredTensor]) -> None:
         tensors.setdefault(EMBEDDING, head)
 
 
+def _rename_scales(tensors: dict[str, StoredTensor]) -> None:
+    """Writers differ in what they call the scales of weights in FP8."""
+    for name in [name for name in tensors if _SCALES.search(name)]:
+        tensors.setdefault(_SCALES.sub(".weight_scale", name), tensors.pop(name))
+
+
 def _split_merged(tensors: dict[str, StoredTensor], model: CausalLM) -> None:
     """Phi's checkpoints hold some of the layers merged that ours are: name their rows as other checkpoints do."""
     for path, layer in _layers(model):
@@ -103,12 +119,16 @@ def _split_merged(tensors: dict[str, StoredTensor], model: CausalLM) -> None:
             merged = tensors.pop(merged_name, None)
             if merged is None:
                 continue
+            names = [f"{path.rpartition('.')[0]}.{part.sibling}.{part.name}" for part in parts]
+            if all(part.fits(merged.shape) for part in parts):  # a scale for all of them
+                tensors.update({name: replace(merged, name=name) for name in names})
+                continue
             num_rows = sum(part.full_shape[0] for part in parts)
-            _check_shape(merged, (num_rows, *parts[0].full_shape[1:]))
+            _check_shape(merged, replace(parts[0], full_shape=(num_rows, *parts[0].full_shape[1:])))
             first_row = 0
-            for part in parts:
-                name = f"{path.rpartition('.')[0]}.{part.sibling}.{part.name}"
-                tensors[name] = replace(merged, name=name, shape=part.full_shape, first_row=first_row)
+            for name, part in zip(names, parts, strict=True):
+                shape = part.full_shape[0], *merged.shape[1:]
+                tensors[name] = replace(merged, name=name, shape=shape, first_row=first_row)
                 first_row += part.full_shape[0]
 
 
@@ -124,15 +144,23 @@ def _check_names(checkpoint: Checkpoint, parts: dict[str, Part], architecture: s
         )
 
 
-def _check_shapes(checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
+def _check_kinds(checkpoint: Checkpoint, parts: dict[str, Part]) -> None:
     for name, part in parts.items():
-        _check_shape(checkpoint.tensors[name], part.full_shape)
+        stored = checkpoint.tensors[name]
+        _check_shape(stored, part)
+        if stored.is_fp8 != part.is_fp8:
+            wanted = "FP8" if part.is_fp8 else "floats of 16 bits or more"
+            raise ModelError(
+                f"{stored.file}: {stored.key} is stored as {stored.dtype}, but by config.json's quantization_config "
+                f"it has to be in {wanted}"
+            )
 
 
-def _check_shape(stored: StoredTensor, wanted: tuple[int, ...]) -> None:
-    if stored.shape != wanted:
+def _check_shape(stored: StoredTensor, part: Part) -> None:
+    if not part.fits(stored.shape):
         raise ModelError(
-            f"{stored.file}: {stored.key} has the shape {list(stored.shape)}, but config.json asks for {list(wanted)}"
+            f"{stored.file}: {stored.key} has the shape {list(stored.shape)}, but config.json asks for "
+            f"{list(part.full_shape)}"
         )
 
 

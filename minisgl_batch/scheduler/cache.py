@@ -41,7 +41,7 @@ class CacheManager:
 
         A request that scores its prompt needs all of it computed.
         """
-        return self._cache.match(req.ids[: 0 if req.scores_prompt else -1])
+        return self._cache.match(req.ids[: req.num_cacheable])
 
     def lock(self, prefix: PrefixHandle) -> None:
         self._cache.lock(prefix)

@@ -9,7 +9,7 @@ import zlib
 from minisgl_batch.batch import ScheduledBatch
 from minisgl_batch.distributed.group import TPGroup
 from minisgl_batch.errors import WorkerError
-from minisgl_batch.scheduler.scheduler import LaunchedStep, StepRunner
+from minisgl_batch.scheduler.steps import LaunchedStep, StepRunner
 
 
 class CheckedRunner:
@@ -46,7 +46,9 @@ def _checksum(batch: ScheduledBatch, value: int) -> int:
     if shared is not None:
         arrays += [shared.num_rows, shared.num_pages, shared.pages]
     if (scoring := batch.scoring) is not None:
-        arrays += [scoring.sampled, scoring.rows, scoring.counts]
+        arrays += [scoring.sampled, scoring.rows, scoring.firsts, scoring.counts]
+    if batch.constrained is not None:
+        arrays.append(batch.constrained)
     for array in arrays:
         value = zlib.crc32(array.tobytes(), value)
     facts = (batch.num_decode, batch.any_filter, batch.any_adjust, edits.new_rows)

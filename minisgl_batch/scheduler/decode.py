@@ -29,7 +29,8 @@ class LengthEstimate:
         self.ratio = self.INITIAL
 
     def finished(self, num_output: int, max_output: int) -> None:
-        self.ratio += self.SMOOTHING * (num_output / max_output - self.ratio)
+        if max_output > 1:  # rows that could make one token, such as choices, say nothing about others
+            self.ratio += self.SMOOTHING * (num_output / max_output - self.ratio)
 
     def retracted(self) -> None:
         self.ratio = min(1.0, 1.5 * self.ratio + 0.02)

@@ -10,17 +10,21 @@ from minisgl_batch.kvcache.naive import NaiveCache
 from minisgl_batch.kvcache.radix import RadixCache
 from minisgl_batch.messages import Ready
 from minisgl_batch.scheduler.checks import CheckedRunner
+from minisgl_batch.scheduler.constraints import Constraints
 from minisgl_batch.scheduler.scheduler import Scheduler, SchedulerConfig
 from minisgl_batch.scheduler.source import MessageSource
 
 
-def make_scheduler(config: EngineConfig, source: MessageSource, tp: TPGroup = SINGLE) -> Scheduler:
+def make_scheduler(
+    config: EngineConfig, source: MessageSource, tp: TPGroup = SINGLE, constraints: Constraints | None = None
+) -> Scheduler:
     """Load the model and return the scheduler that serves it; its first message is `Ready`.
 
     Args:
         config: the options, the same on all ranks.
         source: where messages come from, the same on all ranks.
         tp: the ranks, each of which calls this.
+        constraints: rank 0's, if its source compiles grammars.
 
     Raises:
         ModelError, InvalidParameterError, RankLostError: as Engine does.
@@ -28,7 +32,8 @@ def make_scheduler(config: EngineConfig, source: MessageSource, tp: TPGroup = SI
     engine = Engine(config, tp)
     options = engine.options
     runner = CheckedRunner(engine, tp, config.check_ranks) if config.check_ranks else engine
-    scheduler = Scheduler(scheduler_config(engine), runner, prefix_cache(config.cache, options.page_size), source)
+    cache = prefix_cache(config.cache, options.page_size)
+    scheduler = Scheduler(scheduler_config(engine), runner, cache, source, constraints)
     source.send(
         Ready(
             max_seq_len=engine.max_seq_len,

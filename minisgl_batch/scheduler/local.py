@@ -42,7 +42,7 @@ class LocalEngine:
         if config.tp == 1:
             self._rank = Rank(config, self.source, Links())
         else:
-            load_model_config(model_path(config.model)).check_tp_size(config.tp)
+            load_model_config(model_path(config.model, config.revision)).check_tp_size(config.tp)
             pick_device(config.device, config.tp - 1)
             self._followers = Followers(config)
             try:

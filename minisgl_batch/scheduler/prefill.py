@@ -90,8 +90,8 @@ class PrefillManager:
             if not budget or not self._table.num_free_slots:
                 break
             prefix, pages = self._cache.match(req)
-            page = self._next_page(req, prefix, len(req.ids) - 1)
-            if page is not None and page in ahead and not req.scores_prompt:
+            page = self._next_page(req, prefix, req.num_cacheable)
+            if page is not None and page in ahead:
                 continue  # its prefix is being computed in this very step: in the next one it is in the cache
             if not self._admit(req, prefix, pages):
                 break

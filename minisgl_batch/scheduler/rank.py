@@ -19,6 +19,8 @@ from minisgl_batch.distributed.place import RankPlace
 from minisgl_batch.distributed.rendezvous import open_store
 from minisgl_batch.distributed.ticks import TickReceiver, TickSender
 from minisgl_batch.engine.options import pick_device
+from minisgl_batch.scheduler.compiling import CompilingSource
+from minisgl_batch.scheduler.constraints import Constraints
 from minisgl_batch.scheduler.factory import make_scheduler
 from minisgl_batch.scheduler.scheduler import Scheduler
 from minisgl_batch.scheduler.source import FollowerSource, LeaderSource, MessageSource
@@ -86,9 +88,12 @@ class Rank:
 
     def __init__(self, config: EngineConfig, frontend: MessageSource | None, links: Links) -> None:
         self._links = links
+        constraints = Constraints()
+        self._compiling = None if frontend is None else CompilingSource(frontend, constraints)
         try:
             _share_host(config, links.tp)
-            self.scheduler: Scheduler = make_scheduler(config, _source(frontend, links), links.tp)
+            source = _source(self._compiling, links)
+            self.scheduler: Scheduler = make_scheduler(config, source, links.tp, constraints)
         except BaseException:
             links.close()
             raise
@@ -96,6 +101,8 @@ class Rank:
     def close(self) -> None:
         """Free the engine, then what its graphs communicate by; the followers get the last tick."""
         del self.scheduler
+        if self._compiling is not None:
+            self._compiling.close()
         gc.collect()  # graphs and layers refer to each other
         self._links.close()
 

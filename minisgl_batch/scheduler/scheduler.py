@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,7 @@ from minisgl_batch.messages import (
     AddRequests,
     DropCache,
     EngineStats,
+    NewPrompt,
     NewRequest,
     RequestsRefused,
     Scores,
@@ -38,30 +38,15 @@ from minisgl_batch.messages import (
 from minisgl_batch.request import Req, ReqState
 from minisgl_batch.scheduler import scoring
 from minisgl_batch.scheduler.cache import CacheManager
+from minisgl_batch.scheduler.constraints import FAILED, Constraints
 from minisgl_batch.scheduler.decode import NO_ROWS, DecodeManager, DecodeRows
 from minisgl_batch.scheduler.prefill import Piece, PrefillManager
 from minisgl_batch.scheduler.sharing import PrefixSharing
 from minisgl_batch.scheduler.source import MessageSource
+from minisgl_batch.scheduler.steps import InFlight, StepRunner
 from minisgl_batch.scheduler.table import TableManager
 
 logger = logging.getLogger(__name__)
-
-
-class LaunchedStep(Protocol):
-    """A step on its way."""
-
-    def tokens(self) -> IntArray:
-        """The sampled tokens, one for each row with `samples`; waits for them."""
-
-    def scores(self) -> IntArray:
-        """The words of `Scoring`, flat: those of sampled tokens, then those of prompts; waits for them."""
-
-
-class StepRunner(Protocol):
-    """What the scheduler needs of an engine."""
-
-    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Start a step; steps run in the order they were launched."""
 
 
 @dataclass(frozen=True)
@@ -88,23 +73,22 @@ class SchedulerConfig:
     sharing: SharingCosts | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A launched step whose tokens the scheduler hasn't seen."""
-
-    batch: ScheduledBatch
-    step: LaunchedStep
-
-
 class Scheduler:
     """See the module's docstring."""
 
     def __init__(
-        self, config: SchedulerConfig, engine: StepRunner, prefix_cache: PrefixCache, source: MessageSource
+        self,
+        config: SchedulerConfig,
+        engine: StepRunner,
+        prefix_cache: PrefixCache,
+        source: MessageSource,
+        constraints: Constraints | None = None,
     ) -> None:
+        """`constraints`: which a source that compiles grammars fills, at rank 0."""
         self.config = config
         self._engine = engine
         self._source = source
+        self._constraints = constraints or Constraints()
         self.table = TableManager(config.max_running, config.max_seq_len, config.page_size, config.num_pages)
         self.cache = CacheManager(config.num_pages, prefix_cache, self.table)
         self.decode = DecodeManager(self.table, self.cache, PrefixSharing(self.table, prefix_cache, config.sharing))
@@ -132,7 +116,9 @@ class Scheduler:
         while self._receive():
             batch = self._schedule()
             if batch is not None:
-                self._process(self._launch(batch))
+                launched = self._launch(batch)
+                self._constrain(launched)
+                self._process(launched)
             self._report_aborts()
             yield
 
@@ -142,6 +128,8 @@ class Scheduler:
             previous, self._in_flight = self._in_flight, None if batch is None else self._launch(batch)
             if previous is not None:
                 self._process(previous)
+            if self._in_flight is not None:
+                self._constrain(self._in_flight)
             self._report_aborts()
             yield
 
@@ -159,8 +147,14 @@ class Scheduler:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case AddRequests():
-                refused = [(new.uid, problem) for new in message.requests if (problem := self._add(new))]
+                refused = [
+                    (new.uid, problem)
+                    for prompt in message.prompts
+                    for new in prompt.requests
+                    if (problem := self._add(prompt, new))
+                ]
                 if refused:
+                    self._constraints.forget(uid for uid, _ in refused)
                     self._source.send(RequestsRefused(refused))
             case AbortRequests():
                 for uid in message.uids:
@@ -171,15 +165,20 @@ class Scheduler:
             case Shutdown():
                 self._stopped = True
 
-    def _add(self, new: NewRequest) -> str | None:
+    def _add(self, prompt: NewPrompt, new: NewRequest) -> str | None:
         """Put a request on the waiting list, or say why it can't be served."""
-        ids = np.frombuffer(new.prompt_ids, dtype=np.int32)
+        ids = prompt_ids = np.frombuffer(prompt.prompt_ids, dtype=np.int32)
+        if new.ending:
+            ids = np.concatenate([prompt_ids, np.frombuffer(new.ending, dtype=np.int32)])
         if not 0 < len(ids) < self.config.max_seq_len:
             return f"the prompt has {len(ids)} tokens; this engine serves 1 to {self.config.max_seq_len - 1}"
         if new.uid in self._reqs:
             return f"request {new.uid} is already here"
-        max_len = min(len(ids) + new.sampling.max_tokens, self.config.max_seq_len)
-        req = Req(new.uid, ids, new.sampling, max_len, self._num_arrivals)
+        sampling = prompt.sampling_of(new)
+        max_len = min(len(ids) + sampling.max_tokens, self.config.max_seq_len)
+        first_scored = len(prompt_ids) if new.ending else 1
+        is_constrained = prompt.constraint is not None
+        req = Req(new.uid, ids, sampling, max_len, self._num_arrivals, first_scored, is_constrained)
         self._num_arrivals += 1
         self._reqs[new.uid] = req
         self.prefill.add(req)
@@ -220,6 +219,7 @@ class Scheduler:
         kv_lens = table.cached_len[slots] + q_lens
         samples: BoolArray = kv_lens >= table.prompt_end[slots]
         sampling_slots = slots[samples]
+        constrained = np.flatnonzero(table.constrained[sampling_slots]).astype(np.int32)
         return ScheduledBatch(
             slots=slots,
             q_lens=q_lens,
@@ -232,6 +232,7 @@ class Scheduler:
             shared=rows.shared,
             any_adjust=bool((kv_lens[samples] < table.adjust_end[sampling_slots]).any()),
             scoring=scoring.plan(table, slots, q_lens, kv_lens, samples),
+            constrained=constrained if len(constrained) else None,
         )
 
     def _launch(self, batch: ScheduledBatch) -> InFlight:
@@ -248,6 +249,20 @@ class Scheduler:
         self._num_steps += 1
         return launched
 
+    def _constrain(self, launched: InFlight) -> None:
+        """Let a step with constrained rows sample, now that the tokens of the step before it are known.
+
+        The device runs the model meanwhile. Rows that have ended by those tokens get some mask.
+        """
+        batch = launched.batch
+        if batch.constrained is None:
+            return
+        slots = batch.slots[batch.samples][batch.constrained]
+        uids = np.where(self.table.running[slots], self.table.uid[slots], -1).tolist()
+        launched.step.constrain(lambda masks: self._constraints.fill(uids, masks))
+        if failures := self._constraints.take_failures():
+            self._source.send(RequestsRefused(failures, FAILED))  # each ends with its next token
+
     # --------------------------------------------------------------- results
 
     def _process(self, done: InFlight) -> None:
@@ -263,6 +278,9 @@ class Scheduler:
         finish = np.full(len(slots), NOT_FINISHED, dtype=np.uint8)
         finish[positions + 1 >= table.max_len[slots]] = FINISH_LENGTH
         finish[(tokens[:, None] == table.stop_ids[slots]).any(axis=1)] = FINISH_STOP
+        if batch.constrained is not None:
+            going = table.constrained[slots] & (finish == NOT_FINISHED)
+            self._constraints.advance(table.uid[slots[going]].tolist(), tokens[going].tolist())
         scores = None if batch.scoring is None else scoring.scores(table, batch, done.step.scores())
         if len(slots) or scores is not None:
             self._report(slots, positions, tokens, finish, scores)
@@ -354,6 +372,7 @@ class Scheduler:
     def _forget(self, req: Req) -> None:
         req.state = ReqState.FREED
         self.prefill.drop(req)
+        self._constraints.forget([req.uid])
         del self._reqs[req.uid]
 
     # ----------------------------------------------------------------- state

@@ -20,13 +20,15 @@ def plan(
     if not (of_output >= 0).any() and not (of_prompt >= 0).any():
         return None
     # A token's score comes from the hidden state of the one before it, so a prompt's last token scores none of it.
-    num_scored = np.minimum(kv_lens, table.num_prompt[slots] - 1) - (kv_lens - q_lens)
+    starts = kv_lens - q_lens
+    firsts = np.maximum(table.first_scored[slots] - 1 - starts, 0)
+    num_scored = np.minimum(kv_lens, table.num_prompt[slots] - 1) - starts - firsts
     rows = np.flatnonzero((of_prompt >= 0) & (num_scored > 0)).astype(np.int32)
     sampled = np.flatnonzero(of_output >= 0).astype(np.int32)
     if not len(rows) and not len(sampled):
         return None
     num_top = int(max(of_output[sampled].max(initial=0), of_prompt[rows].max(initial=0)))
-    return Scoring(num_top, sampled, rows, num_scored[rows])
+    return Scoring(num_top, sampled, rows, firsts[rows], num_scored[rows])
 
 
 def scores(table: TableManager, batch: ScheduledBatch, words: IntArray) -> Scores:
@@ -37,10 +39,11 @@ def scores(table: TableManager, batch: ScheduledBatch, words: IntArray) -> Score
     sampled = batch.slots[batch.samples][scoring.sampled]
     alive = table.running[sampled]
     prompts, first = [], len(sampled)
-    for row, count in zip(scoring.rows.tolist(), scoring.counts.tolist(), strict=True):
+    pieces = zip(scoring.rows.tolist(), scoring.firsts.tolist(), scoring.counts.tolist(), strict=True)
+    for row, skipped, count in pieces:
         slot, end = int(batch.slots[row]), int(batch.kv_lens[row])
         if table.running[slot]:
-            start = end - int(batch.q_lens[row])
+            start = end - int(batch.q_lens[row]) + skipped
             prompts.append((int(table.uid[slot]), start + 1, words[first : first + count].tobytes()))
             if end >= table.num_prompt[slot] - 1:
                 table.end_prompt_logprobs(slot)

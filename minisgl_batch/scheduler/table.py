@@ -8,6 +8,7 @@ follow through `TableEdits`. Token positions of the row in slot s, as half-open 
     [device_len[s], max_len[s])       not generated yet
     [0, prompt_end[s])                what prefill computes: the prompt, and after a retraction the output so far
     [0, num_prompt[s])                the user's prompt
+    [first_scored[s], num_prompt[s])  what is scored of it, if anything is
     [num_prompt[s], adjust_end[s])    output that is sampled from changed logits
 
 Arrays over slots, not attributes of objects, so that a decode step costs a few array operations however many rows run.
@@ -49,6 +50,8 @@ class TableManager:
         self.stop_ids: IntArray = np.full((num_rows, 4), NO_TOKEN, dtype=np.int32)  # wider when a row needs it
         self.filtered: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.adjust_end: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self.constrained: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.first_scored: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.num_logprobs: IntArray = np.full(num_rows, -1, dtype=np.int32)
         self.num_prompt_logprobs: IntArray = np.full(num_rows, -1, dtype=np.int32)
 
@@ -87,6 +90,8 @@ class TableManager:
         )
         adjusted = sampling.num_adjusted
         self.adjust_end[slot] = req.max_len if adjusted is None else min(req.num_prompt + adjusted, req.max_len)
+        self.constrained[slot] = req.is_constrained
+        self.first_scored[slot] = req.first_scored
         self.num_logprobs[slot] = sampling.num_logprobs
         self.num_prompt_logprobs[slot] = sampling.num_prompt_logprobs if req.scores_prompt else -1
         self.tokens[slot, :end] = req.ids

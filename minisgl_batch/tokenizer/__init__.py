@@ -2,6 +2,7 @@
 
 from minisgl_batch.tokenizer.chat import ChatOptions
 from minisgl_batch.tokenizer.detokenizer import Detokenizer, TextStream
+from minisgl_batch.tokenizer.grammar import check_constraint
 from minisgl_batch.tokenizer.input import ReasoningRules, ResolvedRequest, StopRules, derive_seed, resolve_request
 from minisgl_batch.tokenizer.logprobs import Logprob, Logprobs
 from minisgl_batch.tokenizer.output import FinishReason, OutputEvents, OutputProcessor, SampleOutput, TextDelta
@@ -23,6 +24,7 @@ __all__ = [
     "StopRules",
     "TextDelta",
     "TextStream",
+    "check_constraint",
     "derive_seed",
     "hide_torch",
     "resolve_request",

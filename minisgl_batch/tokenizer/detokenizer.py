@@ -2,7 +2,8 @@
 
 Both equal Hugging Face's `decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)`. A stream gives
 text as soon as no later token can change it, so a character of several tokens comes whole. Ids without a token (a
-model's vocabulary may be padded) and special tokens have no text. Knows nothing of requests or stop strings.
+model's vocabulary may be padded) and special tokens have no text, but for those that are asked for. Knows nothing of
+requests or stop strings.
 """
 
 from __future__ import annotations
@@ -47,16 +48,25 @@ class Detokenizer(Protocol):
 def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
     """The detokenizer that fits the tokenizer's decoder."""
     steps = _decoder_steps(tokenizer)
-    if steps == ["ByteLevel"]:
+    if is_byte_level(tokenizer):
         return ByteLevelDetokenizer(tokenizer)
     return WindowDetokenizer(tokenizer, joins_bytes="ByteLevel" in steps)
 
 
-class ByteLevelDetokenizer:
-    """For byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, and the text is their UTF-8 decoding."""
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether `ByteLevelDetokenizer` fits it."""
+    return _decoder_steps(tokenizer) == ["ByteLevel"]
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._bytes = _TokenBytes(tokenizer)
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, and the text is their UTF-8 decoding.
+
+    Args:
+        shown: special tokens that have text, too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[str] = frozenset()) -> None:
+        self._bytes = _TokenBytes(tokenizer, _special_tokens(tokenizer) - shown)
 
     def decode_full(self, token_ids: Sequence[int]) -> str:
         return b"".join(map(self._bytes.__getitem__, token_ids)).decode("utf-8", "replace")
@@ -82,15 +92,15 @@ class _ByteLevelStream:
 class _TokenBytes(dict[int, bytes]):
     """The bytes of each id, found when first asked for: a vocabulary of 150,000 costs nothing at start-up."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[str]) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._special = _special_tokens(tokenizer)
+        self._silent = silent
         self._alphabet = _byte_alphabet()
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
-        if token is None or token in self._special:
+        if token is None or token in self._silent:
             value = b""
         elif all(char in self._alphabet for char in token):
             value = bytes(self._alphabet[char] for char in token)
@@ -183,6 +193,7 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[str]:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
+    """Those that Hugging Face's decoding leaves out."""
     return frozenset(t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special)
 
 

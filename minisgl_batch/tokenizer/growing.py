@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minisgl_batch.reasoning import Reasoning, ReasoningSplitter
+from minisgl_batch.reasoning import Reasoning
 from minisgl_batch.tokenizer.detokenizer import TextStream
 from minisgl_batch.tokenizer.input import ReasoningRules, StopRules
 from minisgl_batch.tokenizer.stop import StopScanner
@@ -35,7 +35,7 @@ class GrowingText:
         self._stream = stream
         self._min_tokens = stops.min_tokens
         self._scanner = StopScanner(stops.strings, include=stops.include_in_output) if stops.strings else None
-        self._splitter = None if reasoning is None else ReasoningSplitter(opened=reasoning.opened)
+        self._splitter = None if reasoning is None else reasoning.splitter()
         self._searches_all = reasoning is not None and reasoning.stops
         self._pieces: list[str] = []
         self._num_tokens = 0

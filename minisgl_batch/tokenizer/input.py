@@ -7,15 +7,26 @@ or Redis. Called by the worker group's frontend and by the in-process `LLM`.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeVar
 
 from minisgl_batch.errors import InvalidParameterError, RequestError
-from minisgl_batch.messages import NewRequest
-from minisgl_batch.reasoning import OPENING
-from minisgl_batch.sampling_params import MAX_LOGIT_RULES, MAX_SEED, NEUTRAL, EngineSampling, SamplingParams
-from minisgl_batch.tokenizer.tokenizer import IntArray, ModelTokenizer
+from minisgl_batch.messages import Constraint, NewPrompt, NewRequest
+from minisgl_batch.reasoning import THINK, Marks, ReasoningSplitter
+from minisgl_batch.sampling_params import (
+    MAX_LOGIT_RULES,
+    MAX_SEED,
+    NEUTRAL,
+    EngineSampling,
+    SamplingParams,
+    Truncate,
+)
+from minisgl_batch.tokenizer.choices import MAX_CHOICE_TOKENS, Choice
+from minisgl_batch.tokenizer.detokenizer import Detokenizer
+from minisgl_batch.tokenizer.grammar import make_grammar
+from minisgl_batch.tokenizer.tokenizer import IntArray, ModelTokenizer, PromptInput
 
 T = TypeVar("T")
 
@@ -48,10 +59,18 @@ class ReasoningRules:
     Attributes:
         opened: the prompt ends with the mark that opens it.
         stops: stop strings count in it, too.
+        marks: what stands around it.
+        detokenizer: makes texts that hold the marks; None: the usual one does.
     """
 
     opened: bool
     stops: bool
+    marks: Marks = THINK
+    detokenizer: Detokenizer | None = None
+
+    def splitter(self) -> ReasoningSplitter:
+        """One for a new text."""
+        return ReasoningSplitter(opened=self.opened, marks=self.marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +79,34 @@ class ResolvedRequest:
 
     Attributes:
         prompt_ids: (num_tokens,) int32, cut where `truncate` says so.
-        samples: sampling of each of the prompt's `n` samples; they differ in `sample_index`, and the first one alone
-            scores the prompt.
+        sampling: of the first of its samples; the others differ in `sample_index`.
+        num_samples: results that it will have.
         stops: what ends each of them.
         reasoning: how their texts are split, if they are.
+        choices: what is scored behind it instead; there is one result then.
+        constraint: what each of their texts must be, if anything.
     """
 
     prompt_ids: IntArray
-    samples: tuple[EngineSampling, ...]
-    stops: StopRules
+    sampling: EngineSampling
+    num_samples: int = 1
+    stops: StopRules = StopRules()
     reasoning: ReasoningRules | None = None
+    choices: tuple[Choice, ...] = ()
+    constraint: Constraint | None = None
 
-    def messages(self, first_uid: int) -> list[NewRequest]:
-        """The engine's requests: sample i gets the uid `first_uid + i`."""
-        prompt_ids = self.prompt_ids.astype("<i4", copy=False).tobytes()
-        return [NewRequest(first_uid + i, prompt_ids, sampling) for i, sampling in enumerate(self.samples)]
+    def message(self, first_uid: int, samples: Sequence[int] | None = None) -> NewPrompt:
+        """What the engine is asked for, in requests with uids from `first_uid` on: one for each sample or choice.
+
+        Args:
+            samples: which samples are to be made; by default all.
+        """
+        if self.choices:
+            requests = [NewRequest(first_uid + i, 0, _bytes(c.token_ids)) for i, c in enumerate(self.choices)]
+        else:
+            wanted = range(self.num_samples) if samples is None else samples
+            requests = [NewRequest(uid, sample) for uid, sample in enumerate(wanted, first_uid)]
+        return NewPrompt(_bytes(self.prompt_ids), self.sampling, requests, self.constraint)
 
 
 def resolve_request(
@@ -84,19 +116,21 @@ def resolve_request(
     max_len: int,
     job_seed: int,
     row_index: int,
+    prompt: PromptInput = (),
 ) -> ResolvedRequest:
     """Merge the layers of sampling parameters and check that the prompt can be served.
 
     Without `max_tokens` generation may fill the context. A `max_tokens` that the context can't hold is cut to what it
     leaves: such a request ends with finish reason "length", as in vLLM's offline `LLM`.
 
-    Where `truncate` cuts prompts it makes room for all of `max_tokens`.
+    Where `truncate` cuts prompts it makes room for all of `max_tokens`, or for the longest choice.
 
     Args:
         prompt_ids: (num_tokens,) int32.
         layers: the most specific first (row, job); the model's own defaults and then `NEUTRAL` come after them.
         max_len: longest prompt + output of the engine, in tokens.
         job_seed, row_index: give the seed of a request without one of its own.
+        prompt: what the ids were made of; choices are encoded together with a text.
 
     Raises:
         RequestError: "invalid_request" for a prompt without tokens or with ids that the model doesn't have, and for
@@ -110,36 +144,32 @@ def resolve_request(
         params = SamplingParams().over(*layers, tokenizer.default_sampling, NEUTRAL)
     except InvalidParameterError as error:
         raise RequestError("invalid_request", str(error)) from None
+    seed = params.seed if params.seed is not None else derive_seed(job_seed, row_index)
+    if params.choices is not None:
+        return _resolve_choices(tokenizer, prompt, prompt_ids, params.choices, params.truncate, max_len, seed)
     prompt_ids = _fit(prompt_ids, max_len, params)
     room = max_len - len(prompt_ids)
-    seed = params.seed if params.seed is not None else derive_seed(job_seed, row_index)
     eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
     stop_token_ids = frozenset(params.stop_token_ids or ())
-    samples = tuple(
-        EngineSampling(
-            max_tokens=min(params.max_tokens or room, room),
-            temperature=_set(params.temperature),
-            top_k=max(_set(params.top_k), 0),
-            top_p=_set(params.top_p),
-            min_p=_set(params.min_p),
-            seed=seed,
-            sample_index=sample_index,
-            stop_ids=tuple(sorted(eos_ids | stop_token_ids)),
-            presence_penalty=_set(params.presence_penalty),
-            frequency_penalty=_set(params.frequency_penalty),
-            repetition_penalty=_set(params.repetition_penalty),
-            logit_bias=tuple(_set(params.logit_bias).items()),
-            min_tokens=_set(params.min_tokens),
-            bad_words=tokenizer.encode_words(params.bad_word_strings),
-            num_logprobs=_num_logprobs(params.logprobs, tokenizer.vocab_size),
-            # The prompt is the same for all samples.
-            num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, tokenizer.vocab_size)
-            if sample_index == 0
-            else -1,
-        )
-        for sample_index in range(_set(params.n))
+    sampling = EngineSampling(
+        max_tokens=min(params.max_tokens or room, room),
+        temperature=_set(params.temperature),
+        top_k=max(_set(params.top_k), 0),
+        top_p=_set(params.top_p),
+        min_p=_set(params.min_p),
+        seed=seed,
+        stop_ids=tuple(sorted(eos_ids | stop_token_ids)),
+        presence_penalty=_set(params.presence_penalty),
+        frequency_penalty=_set(params.frequency_penalty),
+        repetition_penalty=_set(params.repetition_penalty),
+        logit_bias=tuple(_set(params.logit_bias).items()),
+        min_tokens=_set(params.min_tokens),
+        bad_words=tokenizer.encode_words(params.bad_word_strings),
+        num_logprobs=_num_logprobs(params.logprobs, tokenizer.vocab_size),
+        num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, tokenizer.vocab_size),
     )
-    _check_rules(samples[0], tokenizer.vocab_size)
+    _check_rules(sampling, tokenizer.vocab_size)
+    _check_that_something_is_left(sampling, tokenizer.vocab_size)
     stops = StopRules(
         strings=params.stop_strings,
         token_ids=stop_token_ids - eos_ids,
@@ -150,9 +180,65 @@ def resolve_request(
     )
     reasoning = None
     if params.split_reasoning:
-        opened = tokenizer.last_text(prompt_ids).rstrip().endswith(OPENING)
-        reasoning = ReasoningRules(opened, _set(params.stop_in_reasoning))
-    return ResolvedRequest(prompt_ids, samples, stops, reasoning)
+        opened = tokenizer.last_text(prompt_ids).rstrip().endswith(tokenizer.marks.opening)
+        stops_in_it = _set(params.stop_in_reasoning)
+        reasoning = ReasoningRules(opened, stops_in_it, tokenizer.marks, tokenizer.marks_detokenizer)
+    constraint = None
+    if params.structured_outputs is not None and (grammar := make_grammar(params.structured_outputs)):
+        if not any(token < tokenizer.vocab_size for token in eos_ids):
+            raise RequestError(
+                "invalid_request",
+                "structured_outputs: a text ends by an end-of-sequence token, and this model has none",
+            )
+        constraint = _constrain(tokenizer, grammar, prompt_ids, reasoning)
+    return ResolvedRequest(prompt_ids, sampling, _set(params.n), stops, reasoning, constraint=constraint)
+
+
+def _constrain(
+    tokenizer: ModelTokenizer, grammar: str, prompt_ids: IntArray, reasoning: ReasoningRules | None
+) -> Constraint:
+    """By a grammar; what is split off as reasoning is free, where the marks are tokens of their own."""
+    # A template may have put reasoning into the prompt, empty to switch it off: then none follows.
+    is_over = tokenizer.last_text(prompt_ids).rstrip().endswith(tokenizer.marks.closing)
+    if reasoning is None or is_over or (marks := tokenizer.encode_marks()) is None:
+        return Constraint(grammar)
+    return Constraint(grammar, *marks, in_reasoning=reasoning.opened)
+
+
+def _resolve_choices(
+    tokenizer: ModelTokenizer,
+    prompt: PromptInput,
+    prompt_ids: IntArray,
+    texts: tuple[str, ...],
+    truncate: Truncate | None,
+    max_len: int,
+    seed: int,
+) -> ResolvedRequest:
+    """A prompt whose continuations are scored. The token that the engine makes behind each is thrown away."""
+    _check_size(len(prompt_ids), len(texts))
+    prompt_ids, endings = tokenizer.encode_choices(prompt, prompt_ids, texts)
+    longest = max(map(len, endings))
+    _check_size(len(prompt_ids) + longest, len(texts))
+    if truncate in (None, "error") and len(prompt_ids) + longest >= max_len:
+        raise RequestError(
+            "prompt_too_long",
+            f"the prompt and its longest choice have {len(prompt_ids)} + {longest} tokens and the context {max_len}: "
+            f"shorten them to at most {max_len - 1} tokens, let truncate cut the prompt, or serve a model with a "
+            "longer context",
+        )
+    prompt_ids = _cut(prompt_ids, max_len, longest + 1, "the longest choice", truncate)
+    sampling = EngineSampling(max_tokens=1, seed=seed, num_prompt_logprobs=0)
+    choices = tuple(Choice(text, ids) for text, ids in zip(texts, endings, strict=True))
+    return ResolvedRequest(prompt_ids, sampling, choices=choices)
+
+
+def _check_size(num_tokens: int, num_choices: int) -> None:
+    if num_tokens * num_choices > MAX_CHOICE_TOKENS:
+        raise RequestError(
+            "prompt_too_long",
+            f"{num_choices} choices behind a prompt of {num_tokens} tokens come to more than {MAX_CHOICE_TOKENS} "
+            "tokens: give fewer choices, or make several rows of them",
+        )
 
 
 def _fit(prompt_ids: IntArray, max_len: int, params: SamplingParams) -> IntArray:
@@ -171,17 +257,27 @@ def _fit(prompt_ids: IntArray, max_len: int, params: SamplingParams) -> IntArray
         return prompt_ids
     if params.max_tokens is None:
         raise RequestError("prompt_too_long", f"{lengths}: truncate needs max_tokens, to know how much room to make")
-    kept = max_len - params.max_tokens
+    return _cut(prompt_ids, max_len, params.max_tokens, "max_tokens", params.truncate)
+
+
+def _cut(prompt_ids: IntArray, max_len: int, room: int, what: str, truncate: Truncate | None) -> IntArray:
+    """What is left of a prompt when `what` gets the room that it needs."""
+    kept = max_len - room
     if kept < 1:
         raise RequestError(
             "prompt_too_long",
-            f"{lengths}, of which max_tokens takes {params.max_tokens}: nothing is left for the prompt",
+            f"the prompt has {len(prompt_ids)} tokens and the context {max_len}, of which {what} takes {room}: nothing "
+            "is left for the prompt",
         )
-    return prompt_ids[-kept:] if params.truncate == "left" else prompt_ids[:kept]
+    return prompt_ids[-kept:] if truncate == "left" else prompt_ids[:kept]
 
 
-def _num_logprobs(asked: int | None, vocab_size: int) -> int:
-    return -1 if asked is None else min(asked, vocab_size)
+def _bytes(token_ids: IntArray) -> bytes:
+    return token_ids.astype("<i4", copy=False).tobytes()
+
+
+def _num_logprobs(asked: int | bool | None, vocab_size: int) -> int:
+    return -1 if asked is None or asked is False else min(asked, vocab_size)
 
 
 def _check_rules(sampling: EngineSampling, vocab_size: int) -> None:
@@ -195,6 +291,19 @@ def _check_rules(sampling: EngineSampling, vocab_size: int) -> None:
             "invalid_request",
             f"logit_bias, bad_words and the stop tokens of min_tokens come to {sampling.num_rules} tokens, which is "
             f"more than {MAX_LOGIT_RULES}: give fewer or shorter ones",
+        )
+
+
+def _check_that_something_is_left(sampling: EngineSampling, vocab_size: int) -> None:
+    """Raise RequestError if rules leave no token that might come first."""
+    banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if sampling.min_tokens:
+        banned.update(sampling.stop_ids)
+    if len(banned) >= vocab_size and banned.issuperset(range(vocab_size)):
+        raise RequestError(
+            "invalid_request",
+            f"bad_words and the stop tokens that min_tokens holds back are all of the model's {vocab_size} tokens: "
+            "nothing is left to generate",
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_batch.messages import NewRequest, Scores
+from minisgl_batch.messages import NewPrompt, NewRequest, Scores
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -73,21 +73,23 @@ class Logprobs:
 class LogprobCollector:
     """The scores of one request's tokens as they come."""
 
-    __slots__ = ("_num_prompt_top", "_num_top", "_output", "_prompt", "_prompt_ids")
+    __slots__ = ("_first", "_num_prompt_top", "_num_top", "_output", "_prompt", "_prompt_ids")
 
-    def __init__(self, request: NewRequest) -> None:
-        self._num_top = request.sampling.num_logprobs
-        self._num_prompt_top = request.sampling.num_prompt_logprobs
+    def __init__(self, prompt: NewPrompt, request: NewRequest) -> None:
+        sampling = prompt.sampling_of(request)
+        self._num_top = sampling.num_logprobs
+        self._num_prompt_top = sampling.num_prompt_logprobs
         self._output: list[IntArray] = []
-        self._prompt_ids = np.frombuffer(request.prompt_ids, dtype="<i4")[1:]
-        self._prompt = np.zeros((len(self._prompt_ids), 2 + 2 * max(self._num_prompt_top, 0)), np.int32)
+        prompt_ids, ending = (np.frombuffer(ids, dtype="<i4") for ids in (prompt.prompt_ids, request.ending))
+        self._first, self._prompt_ids = (len(prompt_ids), ending) if len(ending) else (1, prompt_ids[1:])
+        num_scored = len(self._prompt_ids) if self._num_prompt_top >= 0 else 0
+        self._prompt = np.zeros((num_scored, 2 + 2 * max(self._num_prompt_top, 0)), np.int32)
 
     @staticmethod
-    def of(request: NewRequest) -> LogprobCollector | None:
+    def of(prompt: NewPrompt, request: NewRequest) -> LogprobCollector | None:
         """None for a request that asks for no log-probabilities."""
-        sampling = request.sampling
-        wants_none = sampling.num_logprobs < 0 and sampling.num_prompt_logprobs < 0
-        return None if wants_none else LogprobCollector(request)
+        wants_none = prompt.sampling.num_logprobs < 0 and prompt.sampling.num_prompt_logprobs < 0
+        return None if wants_none else LogprobCollector(prompt, request)
 
     def add_output(self, words: IntArray, num_top: int) -> None:
         """(2 + 2 * num_top,): the score of the next output token."""
@@ -95,7 +97,8 @@ class LogprobCollector:
 
     def add_prompt(self, position: int, words: IntArray, num_top: int) -> None:
         """(n, 2 + 2 * num_top): the scores of the prompt's tokens from `position` on."""
-        self._prompt[position - 1 : position - 1 + len(words)] = _cut(words, num_top, self._num_prompt_top)
+        start = position - self._first
+        self._prompt[start : start + len(words)] = _cut(words, num_top, self._num_prompt_top)
 
     def output(self, token_ids: Sequence[int]) -> Logprobs | None:
         """Of the output's tokens, of which there may be more by now; None if nobody asked."""
@@ -105,7 +108,7 @@ class LogprobCollector:
         return _unpack(np.array(token_ids, np.int32), np.vstack(rows), self._num_top)
 
     def prompt(self) -> Logprobs | None:
-        """Of the prompt's tokens but the first; None if nobody asked."""
+        """Of the prompt's tokens but the first, or of its ending's alone; None if nobody asked."""
         if self._num_prompt_top < 0:
             return None
         return _unpack(self._prompt_ids, self._prompt, self._num_prompt_top)

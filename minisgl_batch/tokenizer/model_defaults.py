@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_batch.errors import InvalidParameterError, ModelError
-from minisgl_batch.sampling_params import MAX_TOKEN_ID, SamplingParams
+from minisgl_batch.sampling_params import MAX_TOKEN_ID, MAX_TOKENS_LIMIT, SamplingParams
+from minisgl_batch.text_part import text_part
 
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -46,7 +47,7 @@ def read_model_defaults(folder: Path) -> ModelDefaults:
     config_file, generation_file = folder / "config.json", folder / "generation_config.json"
     if not config_file.is_file():
         raise ModelError(f"{folder} holds no config.json: give a model folder in Hugging Face format")
-    config = _read_json(config_file)
+    config = text_part(_read_json(config_file))
     generation = _read_json(generation_file) if generation_file.is_file() else {}
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int):
@@ -61,20 +62,30 @@ def read_model_defaults(folder: Path) -> ModelDefaults:
 
 def _context_length(config: dict[str, Any], file: Path) -> int:
     """The context that vLLM derives: linear and dynamic scaling multiply it, yarn multiplies the original one."""
-    length = next((config[key] for key in CONTEXT_KEYS if isinstance(config.get(key), int)), None)
-    if length is None:
+    key = next((key for key in CONTEXT_KEYS if config.get(key) is not None), None)
+    if key is None:
         raise ModelError(f"{file} names no context length: it has none of {', '.join(CONTEXT_KEYS)}")
+    length = _number(config, key, 1, file)
     # transformers 5 writes rope_parameters, 4.x rope_scaling; older files say "type" for "rope_type".
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ModelError(f"{file}: rope_scaling must be an object, got {str(rope)[:100]}")
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    factor = rope.get("factor") or 1.0
+    factor = _number(rope, "factor", 1.0, file)
     # Phi's longrope was once called "yarn". Gemma's configs count the scaling, which only some of its layers have.
     if rope_type in SELF_CONTAINED_ROPE_TYPES or "long_factor" in rope or "rope_local_base_freq" in config:
         return int(length)
     if rope_type == "yarn":
-        original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-        return max(int(length), int((original or length) * factor))
+        source = config if config.get("original_max_position_embeddings") else rope
+        return max(int(length), int(_number(source, "original_max_position_embeddings", length, file) * factor))
     return int(length * factor)
+
+
+def _number(values: dict[str, Any], key: str, default: float, file: Path) -> float:
+    value = default if values.get(key) is None else values[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_TOKENS_LIMIT:
+        raise ModelError(f"{file}: {key} must be a number above 0, got {str(value)[:100]}")
+    return value
 
 
 def _eos_ids(config: dict[str, Any], file: Path) -> frozenset[int]:

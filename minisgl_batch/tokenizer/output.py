@@ -14,18 +14,20 @@ from typing import Literal
 
 import numpy as np
 
+from minisgl_batch.choices import ChoiceScore, best_choice
 from minisgl_batch.errors import RequestError
 from minisgl_batch.messages import (
     FINISH_ABORT,
     FINISH_LENGTH,
     FINISH_STOP,
     NOT_FINISHED,
-    NewRequest,
+    NewPrompt,
     RequestsRefused,
     Scores,
     StepOutput,
 )
-from minisgl_batch.reasoning import Reasoning, ReasoningSplitter
+from minisgl_batch.reasoning import Reasoning
+from minisgl_batch.tokenizer.choices import ChoiceRequests
 from minisgl_batch.tokenizer.detokenizer import Detokenizer
 from minisgl_batch.tokenizer.growing import GrowingText
 from minisgl_batch.tokenizer.input import ReasoningRules, ResolvedRequest, StopRules
@@ -77,6 +79,7 @@ class SampleOutput:
         reasoning_text, raw_text: if the text was split, what stands between the marks, "" where there are none, and all
             of the text, marks included; `text` is then the answer.
         prompt_logprobs: of the prompt's tokens but the first, if they were asked for and the request wasn't aborted.
+        choices: what the model says of each, if some were given and the request wasn't aborted; `text` is the best.
     """
 
     uid: int
@@ -92,6 +95,7 @@ class SampleOutput:
     prompt_logprobs: Logprobs | None = None
     reasoning_text: str | None = None
     raw_text: str | None = None
+    choices: list[ChoiceScore] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +138,23 @@ class OutputProcessor:
             state.start_text(self._detokenizer)
         self._live[uid] = state
 
-    def add_request(self, request: NewRequest, resolved: ResolvedRequest) -> None:
-        """`add` for one of a resolved prompt's requests."""
-        self.add(
-            request.uid,
-            prompt_tokens=len(resolved.prompt_ids),
-            stops=resolved.stops,
-            reasoning=resolved.reasoning,
-            logprobs=LogprobCollector.of(request),
-        )
+    def add_prompt(self, prompt: NewPrompt, resolved: ResolvedRequest) -> list[int]:
+        """`add` for all requests of a resolved prompt; answers the uids under which its results come, in order."""
+        uids = [request.uid for request in prompt.requests]
+        for request in prompt.requests:
+            self.add(
+                request.uid,
+                prompt_tokens=len(resolved.prompt_ids),
+                stops=resolved.stops,
+                reasoning=resolved.reasoning,
+                logprobs=LogprobCollector.of(prompt, request),
+            )
+        if not resolved.choices:
+            return uids
+        choices = ChoiceRequests(range(uids[0], uids[-1] + 1), resolved.choices)
+        for uid in uids:
+            self._live[uid].choices = choices
+        return uids[:1]
 
     def process(self, step: StepOutput, now_s: float) -> OutputEvents:
         """Take one step's tokens; those of requests that have ended come late and are ignored.
@@ -186,8 +198,10 @@ class OutputProcessor:
         state = self._live.get(uid)
         if state is None:
             return None
-        text = state.text or state.start_text(self._detokenizer)
         state.watched = True
+        if state.choices is not None:
+            return ""
+        text = state.text or state.start_text(self._detokenizer)
         return text.so_far()
 
     def reasoning(self, uid: int) -> Reasoning | None:
@@ -205,8 +219,8 @@ class OutputProcessor:
         events = OutputEvents()
         for uid in uids:
             if (state := self._live.get(uid)) is not None:
+                events.aborts.extend([uid] if state.choices is None else state.choices.left)
                 self._settle(state, len(state.token_ids), "abort", None, events)
-                events.aborts.append(uid)
         return events
 
     def refuse(self, message: RequestsRefused) -> OutputEvents:
@@ -214,11 +228,16 @@ class OutputProcessor:
         events = OutputEvents()
         for uid, why in message.refused:
             if (state := self._live.get(uid)) is not None:
-                self._settle(state, len(state.token_ids), "error", None, events, RequestError("request_refused", why))
+                if state.choices is not None:
+                    events.aborts.extend(state.choices.left - {uid})
+                self._settle(state, len(state.token_ids), "error", None, events, RequestError(message.error_type, why))
         return events
 
     def _advance(self, state: _RequestState, token: int, finish: int, now_s: float, events: OutputEvents) -> None:
         """Take the step's token, which is the last of `state.token_ids`, and how the engine ended the request."""
+        if state.choices is not None:
+            self._end_choice(state, state.choices, events)
+            return
         num_text_tokens = len(state.token_ids)
         stop_reason = None
         if finish == FINISH_STOP:
@@ -244,6 +263,10 @@ class OutputProcessor:
 
         A stop string in the new text is a reason of its own. Returns whether the request ended.
         """
+        if state.choices is not None:
+            assert reason is not None
+            self._end_choices(state.choices, reason, events, error)
+            return True
         stop_string = None
         if state.text is not None:
             offset = state.text.num_chars
@@ -278,14 +301,45 @@ class OutputProcessor:
         )
         return True
 
+    def _end_choice(self, state: _RequestState, choices: ChoiceRequests, events: OutputEvents) -> None:
+        """Keep the scores of a choice; the last one ends them all."""
+        found = None if state.logprobs is None else state.logprobs.prompt()
+        assert found is not None
+        choices.keep(state.uid, found)
+        if not choices.left:
+            self._end_choices(choices, "stop", events)
+
+    def _end_choices(
+        self, choices: ChoiceRequests, reason: FinishReason, events: OutputEvents, error: RequestError | None = None
+    ) -> None:
+        first, *_ = [self._live.pop(uid) for uid in choices.uids]
+        scores = None if choices.left else choices.scores()
+        text = "" if scores is None else best_choice(scores).text
+        if text and first.watched:
+            events.deltas.append(TextDelta(first.uid, 0, text, 0))
+        events.finished.append(
+            SampleOutput(
+                uid=first.uid,
+                text=text,
+                token_ids=[],
+                finish_reason=reason,
+                stop_reason=None,
+                prompt_tokens=first.prompt_tokens,
+                cached_tokens=first.cached_tokens,
+                first_token_s=None,
+                error=error,
+                choices=scores,
+            )
+        )
+
     def _whole_text(self, state: _RequestState, text_tokens: list[int]) -> tuple[str, Reasoning | None]:
         """The text of a request that has ended, and where its parts are."""
         if state.text is not None:
             return state.text.so_far(), state.text.reasoning
-        text = self._detokenizer.decode_full(text_tokens)
+        text = state.detokenizer(self._detokenizer).decode_full(text_tokens)
         if state.reasoning is None:
             return text, None
-        splitter = ReasoningSplitter(opened=state.reasoning.opened)
+        splitter = state.reasoning.splitter()
         splitter.push(text)
         splitter.flush()
         return text, splitter.found
@@ -306,6 +360,7 @@ class _RequestState:
     first_token_s: float | None = None
     logprobs: LogprobCollector | None = None
     is_limited: bool = False  # whether `limit` may end it
+    choices: ChoiceRequests | None = None  # of which it is one
 
     def __post_init__(self) -> None:
         self.is_limited = self.stops.timeout_s is not None or self.stops.repetition_guard > 0
@@ -320,9 +375,13 @@ class _RequestState:
             return "repetition" if _repeats(self.token_ids[-guard:].tobytes(), guard // MIN_REPEATS) else None
         return None
 
+    def detokenizer(self, usual: Detokenizer) -> Detokenizer:
+        """What makes its text."""
+        return usual if self.reasoning is None or self.reasoning.detokenizer is None else self.reasoning.detokenizer
+
     def start_text(self, detokenizer: Detokenizer) -> GrowingText:
         """Make the text while it grows from now on, beginning with the tokens that are here."""
-        self.text = GrowingText(detokenizer.stream(), self.stops, self.reasoning)
+        self.text = GrowingText(self.detokenizer(detokenizer).stream(), self.stops, self.reasoning)
         self.text.grow(self.token_ids, len(self.token_ids), is_last=False)
         return self.text
 

@@ -16,19 +16,24 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from minisgl_batch.errors import ModelError, RequestError
+from minisgl_batch.messages import SetVocabulary
+from minisgl_batch.reasoning import HARMONY, THINK
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.tokenizer.chat import NO_OPTIONS, TEMPLATE_ERRORS, ChatOptions, Message, first_line, render_chat
-from minisgl_batch.tokenizer.detokenizer import Detokenizer, make_detokenizer
+from minisgl_batch.tokenizer.detokenizer import ByteLevelDetokenizer, Detokenizer, is_byte_level, make_detokenizer
 from minisgl_batch.tokenizer.model_defaults import ModelDefaults, read_model_defaults
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
+TokenIds: TypeAlias = tuple[int, ...]
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[Message]
 """A prompt as users give it: text, token ids, or chat messages."""
 
 # Without any of them transformers 5 makes up a tokenizer that has hardly a token.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_TAIL_CHARS = 40
 _LAST_TOKENS = 16  # enough for a mark and the white space behind it, in bytes if need be
 _PROBE = "turn-end-probe"  # a text that no template holds itself
 
@@ -48,6 +53,8 @@ class ModelTokenizer:
 
     Attributes:
         detokenizer: the way back.
+        marks: what the model writes around its reasoning.
+        marks_detokenizer: the way back where the text is to hold these marks.
         eos_ids: ids that end generation, sorted: those of generation_config.json, config.json, the tokenizer, and the
             special token that the chat template puts behind an assistant's message.
         default_sampling: what generation_config.json recommends.
@@ -62,6 +69,9 @@ class ModelTokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self.detokenizer: Detokenizer = make_detokenizer(self._fast)
+        self.marks, self.marks_detokenizer = THINK, self.detokenizer
+        if is_byte_level(self._fast) and None not in map(self._fast.token_to_id, HARMONY.tokens):
+            self.marks, self.marks_detokenizer = HARMONY, ByteLevelDetokenizer(self._fast, HARMONY.tokens)
         self.default_sampling: SamplingParams = defaults.sampling
         self._token_texts: dict[int, str] = {}
         self._words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {(): ()}
@@ -204,6 +214,61 @@ class ModelTokenizer:
         encoded.update(zip(chats, self._encode(list(chats.values()), add_special_tokens=False), strict=True))
         return [encoded[index] for index in range(len(inputs))]
 
+    def encode_choices(
+        self, prompt: PromptInput, prompt_ids: IntArray, texts: Sequence[str]
+    ) -> tuple[IntArray, list[IntArray]]:
+        """The ids of a prompt and of each continuation of it, as lm-evaluation-harness splits them.
+
+        White space at the end of a text belongs to what follows. Text and continuation are encoded together, and the
+        tokens beyond those of the text by itself are the continuation's. Behind chats and token ids it is encoded by
+        itself, without special tokens.
+
+        Args:
+            prompt, prompt_ids: as given to and as made by `encode_inputs`.
+
+        Raises:
+            RequestError: nothing is left of a continuation.
+        """
+        if isinstance(prompt, str):
+            context = prompt.rstrip() or prompt
+            if context != prompt:
+                (prompt_ids,) = self._encode([context], add_special_tokens=True)
+            continuations = [prompt[len(context) :] + text for text in texts]
+            endings = self._endings_by_tail(context, prompt_ids, continuations) or [
+                whole[len(prompt_ids) :]
+                for whole in self._encode([context + text for text in continuations], add_special_tokens=True)
+            ]
+        else:
+            endings = self._encode(texts, add_special_tokens=False)
+        for index, ending in enumerate(endings):
+            if not len(ending):
+                raise RequestError(
+                    "invalid_request",
+                    f"choices[{index}]: {texts[index]!r} has no tokens of its own behind the prompt: let it begin "
+                    "where a word does, or give the prompt as token ids",
+                )
+            self.check_ids(ending)
+        return prompt_ids, endings
+
+    def _endings_by_tail(
+        self, context: str, context_ids: IntArray, continuations: Sequence[str]
+    ) -> list[IntArray] | None:
+        """What `encode_choices` needs of a text's continuations, from the text's last words; None if they don't tell.
+
+        Tokens are those of byte-pair encoding if each two neighbours are. So where the tail by itself has the tokens
+        that end the text, and keeps the first of them with a continuation behind it, all tokens before it stay, too.
+        """
+        space = context.rfind(" ", 0, max(0, len(context) - _TAIL_CHARS))
+        if space < 0 or not isinstance(self._fast.model, BPE):
+            return None
+        for tail in (context[space:], context[space + 1 :]):  # some tokenizers put a space before a text
+            texts = [tail, *(tail + text for text in continuations)]
+            known, *wholes = self._encode(texts, add_special_tokens=False)
+            is_end = np.array_equal(context_ids[-len(known) :], known)
+            if is_end and all(len(whole) and whole[0] == known[0] for whole in wholes):
+                return [whole[len(known) :] for whole in wholes]
+        return None
+
     def encode_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that words are, as they begin a text and as they follow a space.
 
@@ -224,6 +289,20 @@ class ModelTokenizer:
         if text is None:
             text = self._token_texts[token_id] = self._fast.decode([token_id], skip_special_tokens=False)
         return text
+
+    def encode_marks(self) -> tuple[TokenIds, TokenIds, TokenIds] | None:
+        """The tokens of what stands before and behind reasoning, and before an answer without; None where a model may
+        write these texts with other tokens."""
+        marks = (self.marks.opening, self.marks.closing, self.marks.answering)
+        opening, closing, answering = (tuple(ids.tolist()) for ids in self._encode(marks, add_special_tokens=False))
+        if not self.marks.tokens and max(len(opening), len(closing)) > 1:
+            return None
+        return opening, closing, answering
+
+    def vocabulary(self) -> SetVocabulary:
+        """What the engine must know of tokens to constrain texts."""
+        eos_ids = tuple(token for token in self.eos_ids if token < self.vocab_size)  # a model may lack some
+        return SetVocabulary(self._fast.to_str(), self.vocab_size, eos_ids)
 
     def last_text(self, token_ids: IntArray) -> str:
         """The text of the last few tokens, special ones included."""
@@ -255,7 +334,8 @@ class ModelTokenizer:
         behind = text[text.rindex(_PROBE) + len(_PROBE) :].lstrip()
         ids = self._fast.encode(behind, add_special_tokens=False).ids
         token = self._fast.get_added_tokens_decoder().get(ids[0]) if ids else None
-        return ids[0] if token is not None and token.special else None
+        # gpt-oss may write several messages in a turn, each with an end.
+        return ids[0] if token is not None and token.special and token.content not in self.marks.tokens else None
 
 
 def _check_unicode(text: str) -> None:

@@ -36,8 +36,9 @@ def answer(row: Row, sample: int = 0) -> str:
 class EchoWorker(threading.Thread):
     """Use as a context manager.
 
-    A row whose prompt begins with "fail" becomes an error row. With `hold`, the worker stops in the middle of each
-    chunk: the first half of its rows is spooled, and the next row has the text GROWING, until `go_on` is set.
+    A row whose prompt begins with "fail" becomes an error row; one of a single token says that it was cut. With `hold`,
+    the worker stops in the middle of each chunk: the first half of its rows is spooled, and the next row has the text
+    GROWING, until `go_on` is set.
     """
 
     def __init__(self, client: redis.Redis, *, hold: bool = False, worker_id: str = "echo-1") -> None:
@@ -153,6 +154,7 @@ def _results(lease: Lease, row: Row) -> list[RowResult]:
             sample_index=sample,
             custom_id=row.custom_id,
             text=answer(row, sample),
+            finish_reason="length" if row.params.over(lease.spec.params).max_tokens == 1 else "stop",
             prompt_tokens=10,
             cached_tokens=5,
             completion_tokens=len(answer(row, sample)),

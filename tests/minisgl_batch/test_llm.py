@@ -84,6 +84,17 @@ def test_samples_differ_and_seeds_repeat(llm: LLM) -> None:
     assert first.outputs == second.outputs
 
 
+def test_samples_share_their_prompt(llm: LLM) -> None:
+    """It is computed once, but for the last tokens that fill no page."""
+    (messages,) = example_messages(1)
+    ids = [7, *llm.tokenizer.encode_chat(messages).tolist() * 3]  # in no cache yet
+    before = llm.stats()
+    llm.generate(ids, SamplingParams(n=4, temperature=1.0, max_tokens=2), progress=False)
+    after = llm.stats()
+    num_computed = (after.prompt_tokens - before.prompt_tokens) - (after.cached_tokens - before.cached_tokens)
+    assert num_computed == len(ids) + 3 * (len(ids) - (len(ids) - 1) // 16 * 16)
+
+
 def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 5, 9)]
     outputs = llm.generate([QUESTION] * 3, params, progress=False)
@@ -115,6 +126,9 @@ def test_a_cut_prompt_is_told_as_it_was_read(llm: LLM) -> None:
     cut, whole = llm.generate(prompts, params, progress=False)
     assert cut.prompt_token_ids == prompts[0][-(llm.max_seq_len - 4) :]
     assert whole.prompt_token_ids == ids
+    # Without max_tokens a text ends with the context.
+    (output,) = llm.generate([[*cut.prompt_token_ids, 7]], SamplingParams(ignore_eos=True), progress=False)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (3, "length")
 
 
 def test_an_answer_that_goes_on(llm: LLM) -> None:
@@ -265,6 +279,10 @@ def test_overlap_loop_gives_the_same_answers(llm: LLM) -> None:
         ({"model": "demo", "attention_backend": "magic"}, InvalidParameterError, "torch"),
         ({"model": None}, InvalidParameterError, "model: must be a name or a folder"),
         ({"model": ""}, InvalidParameterError, "model: must be a name or a folder"),
+        ({"model": "demo", "tensor_parallel_size": 1}, InvalidParameterError, "no argument of LLM; did you mean tp?"),
+        ({"model": "demo", "gpu_memory_utilization": 0.5}, InvalidParameterError, "did you mean memory_ratio?"),
+        ({"model": "demo", "max_model_len": 64}, InvalidParameterError, "did you mean max_seq_len?"),
+        ({"model": "demo", "quantisation": "fp8"}, InvalidParameterError, "did you mean quantization?"),
         ({"model": "demo", "tp": "2"}, InvalidParameterError, "tp: must be a whole number, got '2'"),
         ({"model": "demo", "memory_ratio": "0.5"}, InvalidParameterError, "memory_ratio: must be a number"),
         ({"model": "demo", "dtype": "bf16"}, InvalidParameterError, "dtype: must be one of auto, float32, .*'bf16'"),

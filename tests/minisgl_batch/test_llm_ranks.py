@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +26,7 @@ from minisgl_batch.distributed.ticks import TickReceiver, TickSender
 from minisgl_batch.errors import InvalidParameterError, ModelError, RankLostError, WorkerError
 from minisgl_batch.scheduler import followers
 from tests.jobs.helpers import wait_for
+from tests.minisgl_batch.schemas import fits, random_schema
 from tests.minisgl_batch.test_llm import MESSAGES, example_messages
 from tests.processes import environment
 
@@ -77,6 +80,27 @@ def test_answers_are_those_of_one_rank(single: LLM, pair: LLM) -> None:
     for params in (None, SamplingParams(n=2, temperature=1.0, seed=5), SamplingParams(temperature=1.0, top_p=0.9)):
         answers, want = (llm.chat(prompts, params, progress=False) for llm in (pair, single))
         assert [output.outputs for output in answers] == [output.outputs for output in want]
+    scored, expected = (llm.score(prompts[:4], ["42", "a word"], progress=False) for llm in (pair, single))
+    for output, other in zip(scored, expected, strict=True):
+        assert output.outputs[0].text == other.outputs[0].text
+        found, wanted = ([choice.logprob for choice in o.outputs[0].choices or []] for o in (output, other))
+        assert found == pytest.approx(wanted, abs=1e-3)
+
+
+def test_rank_0_constrains_all_ranks(single: LLM, pair: LLM) -> None:
+    """Some rows of a step are constrained, some look at the whole vocabulary, some fail."""
+    asked: list[dict[str, Any]] = [{"json": random_schema(), "disable_any_whitespace": True} for _ in range(8)]
+    asked += [{"choice": ["a", "bc"]}, {"grammar": 'start: "a" B\nB: /[^\\x00-\\U0010FFFF]/'}]
+    params = [
+        SamplingParams(structured_outputs=given, max_tokens=100, temperature=1.0, seed=i, top_p=1 - i % 2 / 10)  # type: ignore[arg-type]
+        for i, given in enumerate(asked)
+    ]
+    params += [SamplingParams(max_tokens=20, min_tokens=20)] * 2
+    answers, want = (llm.generate(["What is 17 + 25?"] * 12, params, progress=False) for llm in (pair, single))
+    assert [output.outputs for output in answers] == [output.outputs for output in want]
+    for output, given in zip(answers[:8], asked, strict=False):
+        assert fits(json.loads(output.outputs[0].text), given["json"])
+    assert [output.outputs[0].finish_reason for output in answers[8:]] == ["stop", "error", "length", "length"]
 
 
 def test_leaving_a_stream_ends_its_requests_on_all_ranks(pair: LLM) -> None:

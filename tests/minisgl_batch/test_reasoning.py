@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_batch.reasoning import ReasoningSplitter, find_reasoning
+from minisgl_batch.reasoning import HARMONY, THINK, Marks, ReasoningSplitter, find_reasoning
 
 PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think>", "<thi", "nk>", " ", "\n", "a", "b"]))
 
 
-def split(pieces: list[str], *, opened: bool) -> tuple[str, str, str]:
+def split(pieces: list[str], *, opened: bool, marks: Marks = THINK) -> tuple[str, str, str]:
     """(raw text, reasoning, answer), put together from what each piece released."""
-    splitter = ReasoningSplitter(opened=opened)
+    splitter = ReasoningSplitter(opened=opened, marks=marks)
     raw = reasoning = answer = ""
     for released in [*map(splitter.push, pieces), ""]:
         found = splitter.found.split(released, len(raw))
@@ -65,6 +65,29 @@ def test_any_text_in_any_pieces(parts: list[str], opened: bool, cuts: list[int])
 def test_what_models_write(text: str, opened: bool, parts: tuple[str, str]) -> None:
     assert split(list(text), opened=opened) == (text, *parts)
     assert split([text], opened=opened) == (text, *parts)
+
+
+FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "parts"),
+    [
+        (f"<|channel|>analysis<|message|>hm, 4{FINAL}42", False, ("hm, 4", "42")),
+        (f"hm, 4 {FINAL} 42", True, ("hm, 4", "42")),
+        ("<|channel|>final<|message|> 42", False, ("", "42")),
+        ("<|channel|>final<|message|>", False, ("", "")),
+        ("<|channel|>analysis<|message|>hm", False, ("hm", "")),
+        ("<|channel|>analysis<|message|>", False, ("", "")),
+        ("<|channel|>ana", False, ("", "<|channel|>ana")),
+        ("42", False, ("", "42")),
+        (f"<|channel|>analysis<|message|>a<|end|><|start|>b{FINAL}42", False, ("a<|end|><|start|>b", "42")),
+    ],
+)
+def test_what_gpt_oss_writes(text: str, opened: bool, parts: tuple[str, str]) -> None:
+    for pieces in (list(text), [text], re.split(r"(?=<)", text)):
+        assert split(pieces, opened=opened, marks=HARMONY) == (text, *parts)
+    assert find_reasoning(text, *parts).split(text) == parts
 
 
 def test_text_is_released_as_soon_as_it_is_known() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.sampling_params import NEUTRAL, SamplingParams
+from minisgl_batch.structured_outputs import StructuredOutputsParams
 
 FIELDS = SamplingParams.__struct_fields__
 
@@ -46,8 +47,8 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1), reals(-100, 100) | st.integers(-100, 100), max_size=3),
     "min_tokens": st.integers(0, 100),
     "bad_words": STRINGS | st.lists(STRINGS, max_size=3),
-    "logprobs": st.integers(0, 20),
-    "prompt_logprobs": st.integers(0, 20),
+    "logprobs": st.integers(0, 20) | st.just(False),
+    "prompt_logprobs": st.integers(0, 20) | st.just(False),
     "truncate": st.sampled_from(["error", "left", "right"]),
     "tools": st.lists(OBJECTS, max_size=3),
     "chat_template_kwargs": OBJECTS,
@@ -56,8 +57,18 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "repetition_guard": st.integers(16, 1 << 24),
     "split_reasoning": st.booleans(),
     "stop_in_reasoning": st.booleans(),
+    "structured_outputs": st.one_of(
+        st.builds(StructuredOutputsParams, json=OBJECTS.map(lambda value: {"const": value})),
+        st.builds(StructuredOutputsParams, json_object=st.booleans(), disable_any_whitespace=st.booleans()),
+        st.builds(StructuredOutputsParams, choice=st.lists(STRINGS, min_size=1, max_size=3)),
+        st.builds(StructuredOutputsParams, regex=STRINGS),
+        st.builds(StructuredOutputsParams),
+    ),
+    "choices": st.lists(STRINGS, min_size=1, max_size=3, unique=True),
 }
-PARAMS = st.fixed_dictionaries({}, optional=GOOD)
+ALONE = {"choices"}  # little means something beside it
+TOGETHER = {field: good for field, good in GOOD.items() if field not in ALONE} | {"ignore_eos": st.just(False)}
+PARAMS = st.fixed_dictionaries({}, optional=TOGETHER)
 ANYTHING = st.recursive(
     st.none()
     | st.booleans()
@@ -74,7 +85,7 @@ def test_every_field_is_fuzzed() -> None:
     assert set(GOOD) == set(FIELDS)
 
 
-@given(PARAMS)
+@given(PARAMS | st.fixed_dictionaries({field: GOOD[field] for field in ALONE}) | st.just({"ignore_eos": True}))
 def test_good_values_survive_records(given_fields: dict[str, Any]) -> None:
     params = SamplingParams(**given_fields)
     for protocol in (msgspec.json, msgspec.msgpack):
@@ -161,6 +172,31 @@ def test_layers(upper: dict[str, Any], lower: dict[str, Any]) -> None:
     merged = SamplingParams(**upper).over(SamplingParams(**lower))
     assert merged == SamplingParams(**(lower | upper))
     assert SamplingParams().over(NEUTRAL) == NEUTRAL
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("best_of", 2, "isn't supported: use n with logprobs"),
+        ("max_token", 5, "is no sampling parameter; did you mean max_tokens?"),
+        ("max_new_tokens", 5, "is no sampling parameter; did you mean max_tokens?"),
+        ("colour", "red", "is no sampling parameter"),
+    ],
+)
+def test_parameters_that_there_are_not(field: str, value: Any, problem: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        SamplingParams(n=1, **{field: value})
+    assert (caught.value.field, caught.value.reason[: len(problem)]) == (field, problem)
+
+
+def test_parameters_of_others_that_change_nothing_are_passed_over() -> None:
+    params: dict[str, Any] = {"best_of": 1, "skip_special_tokens": True, "use_beam_search": None}
+    assert SamplingParams(n=2, **params) == SamplingParams(n=2)
+
+
+def test_only_what_was_set_is_shown() -> None:
+    assert repr(SamplingParams()) == "SamplingParams()"
+    assert repr(SamplingParams(n=2, stop="x", logprobs=False)) == "SamplingParams(n=2, stop='x', logprobs=False)"
 
 
 def test_layers_that_contradict_each_other() -> None:

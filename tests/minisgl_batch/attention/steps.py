@@ -15,7 +15,7 @@ from minisgl_batch.attention.registry import make_backend
 from minisgl_batch.batch import NO_EDITS, ForwardBatch, IntArray, ScheduledBatch, SharedPrefixes
 from minisgl_batch.engine.transfer import CudaTransfer
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
-from minisgl_kernels import reference
+from minisgl_kernels import reference_attention
 
 MAX_ROWS = 64
 MAX_GROUPS = 4
@@ -34,6 +34,9 @@ class PagedCase:
     max_kv_len: int
     dtype: torch.dtype
     device: torch.device
+    window: int | None = None
+    with_sinks: bool = False
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         max_pages = -(-self.max_kv_len // self.page_size)
@@ -44,11 +47,11 @@ class PagedCase:
             page_size=self.page_size,
             num_kv_heads=self.heads.num_kv_heads,
             head_dim=self.heads.head_dim,
-            dtype=self.dtype,
+            dtype=self.kv_dtype or self.dtype,
             device=self.device,
         )
         for part in (self.pool.k(0), self.pool.v(0)):
-            part.normal_()
+            part.copy_(torch.randn(part.shape, device=self.device))
         pages = torch.randperm(self.num_pages, dtype=torch.int32).view(MAX_ROWS, max_pages)
         dummy = torch.full((1, max_pages), self.pool.dummy_page, dtype=torch.int32)
         self.page_table = torch.cat([pages, dummy]).to(self.device)
@@ -59,12 +62,14 @@ class PagedCase:
             on_gpu = self.device.type == "cuda"
             upload_into = CudaTransfer(self.device, 1 << 20, MAX_ROWS).upload_into if on_gpu else copy_into
             self.buffers = DecodeBuffers(
-                MAX_ROWS, max_pages, MAX_GROUPS, self.page_size, MAX_ROWS, self.device, upload_into
+                MAX_ROWS, max_pages, MAX_GROUPS, self.page_size, MAX_ROWS, self.device, upload_into, self.window
             )
             return self.buffers
 
-        self.backend: AttentionBackend = make_backend(self.name, BackendSetup(self.pool, self.heads, make_buffers))
-        self.spec = AttnSpec(self.heads.scale)
+        setup = BackendSetup(self.pool, self.heads, self.dtype, make_buffers)
+        self.backend: AttentionBackend = make_backend(self.name, setup)
+        sinks = 3.0 + torch.randn(self.heads.num_heads, device=self.device) if self.with_sinks else None
+        self.spec = AttnSpec(self.heads.scale, self.window, sinks)
 
     def share_prefixes(self, groups: list[tuple[int, int]]) -> SharedPrefixes:
         """Let the first rows of the table share pages, (rows, pages) for each group; lines are taken in order."""
@@ -114,14 +119,22 @@ class PagedCase:
         shape = (num_tokens, self.heads.num_heads, self.heads.head_dim)
         return torch.randn(shape, device=self.device).to(self.dtype)
 
-    def expected(self, q: torch.Tensor, rows: list[tuple[int, int, int]], window: int | None = None) -> torch.Tensor:
+    def expected(
+        self,
+        q: torch.Tensor,
+        rows: list[tuple[int, int, int]],
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention row by row, in float32."""
         out, start = [], 0
         for slot, q_len, kv_len in rows:
             pages = self.page_table[slot, : -(-kv_len // self.page_size)]
-            k = reference.gather_kv(self.pool.k(0), pages, kv_len).float()
-            v = reference.gather_kv(self.pool.v(0), pages, kv_len).float()
-            out.append(reference.attend(q[start : start + q_len].float(), k, v, self.spec.scale, window))
+            k = reference_attention.gather_kv(self.pool.k(0), pages, kv_len).float()
+            v = reference_attention.gather_kv(self.pool.v(0), pages, kv_len).float()
+            out.append(
+                reference_attention.attend(q[start : start + q_len].float(), k, v, self.spec.scale, window, sinks)
+            )
             start += q_len
         return torch.cat(out)
 
@@ -130,7 +143,7 @@ class PagedCase:
         q = self.queries(sum(q_len for _, q_len, _ in rows))
         self.backend.prepare_metadata(batch)
         got = self.backend.forward(q, 0, self.spec, batch)
-        want = self.expected(q, rows)
+        want = self.expected(q, rows, self.spec.window, self.spec.sinks)
         assert got.shape == want.shape
         assert relative_error(got, want) < (1e-2 if self.dtype == torch.bfloat16 else 1e-5)
 

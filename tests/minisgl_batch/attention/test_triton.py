@@ -21,17 +21,19 @@ def case(device: str) -> PagedCase:
     return PagedCase("triton", AttnHeads(10, 2, 64, 0.2), 16, 100, torch.float32, torch.device(device))
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(("num_decode", "num_extend"), [(5, 0), (0, 4), (3, 4), (1, 1)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps(device: str, num_decode: int, num_extend: int, window: int | None) -> None:
+def test_steps(device: str, num_decode: int, num_extend: int, window: int | None, with_sinks: bool) -> None:
     paged = case(device)
+    sinks = torch.randn(paged.heads.num_heads, device=device) if with_sinks else None
     rows = random_rows(num_decode, num_extend, paged.max_kv_len)
     batch, q = paged.batch(rows, num_decode, None), paged.queries(sum(q_len for _, q_len, _ in rows))
     paged.backend.prepare_metadata(batch)
-    got = paged.backend.forward(q, 0, AttnSpec(0.2, window), batch)
+    got = paged.backend.forward(q, 0, AttnSpec(0.2, window, sinks), batch)
     assert got.is_contiguous()
-    assert relative_error(got, paged.expected(q, rows, window)) < 1e-5
+    assert relative_error(got, paged.expected(q, rows, window, sinks)) < 1e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)

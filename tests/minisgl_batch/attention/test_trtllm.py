@@ -11,7 +11,7 @@ import torch
 
 from minisgl_batch.attention.base import AttnHeads
 from minisgl_batch.errors import InvalidParameterError
-from minisgl_kernels import reference
+from minisgl_kernels import reference_attention
 from tests.minisgl_batch.attention.steps import PagedCase, random_rows
 
 
@@ -19,8 +19,8 @@ def _attend(q: torch.Tensor, cache: Any, tables: torch.Tensor, kv_lens: torch.Te
     out = []
     for i, kv_len in enumerate(kv_lens.tolist()):
         pages = tables[i, : -(-kv_len // cache[0].shape[1])]
-        k, v = (reference.gather_kv(pool, pages, kv_len) for pool in cache)
-        out.append(reference.attend(q[starts[i] : starts[i + 1]], k, v, scale))
+        k, v = (reference_attention.gather_kv(pool, pages, kv_len) for pool in cache)
+        out.append(reference_attention.attend(q[starts[i] : starts[i + 1]], k, v, scale))
     return torch.cat(out)
 
 

@@ -23,6 +23,9 @@ class _Silent:
     def prepare(self, num_bytes: int) -> None:
         pass
 
+    def fix_order(self, dtype: torch.dtype) -> bool:
+        return True
+
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         return None
 

@@ -191,6 +191,30 @@ def test_answers_of_two_ranks(options: dict[str, object]) -> None:
     assert sum(a == b for a, b in zip(*answers, strict=True)) >= 55  # rounding differs
 
 
+def norms_of_few_and_many(tp: TPGroup, x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor) -> bool:
+    """In a fixed order: whether rows get the same bits by themselves as among 1,000 others."""
+    assert tp.comm is not None
+    assert tp.comm.fix_order(x.dtype)
+
+    def norm(rows: slice) -> torch.Tensor:
+        return tp.comm.add_rms_norm(on_gpu(x[tp.rank][rows]), on_gpu(stream[rows]), on_gpu(weight), 1e-6)
+
+    whole = norm(slice(None))
+    return all(torch.equal(norm(slice(n)), whole[:n]) for n in (1, 2, 64, 300, 700))
+
+
+def test_fixed_order() -> None:
+    pool = RankPool(2, "cuda")
+    x, stream = torch.randn(2, 1000, 5120).bfloat16(), torch.randn(1000, 5120).bfloat16()
+    assert all(pool.run(norms_of_few_and_many, x, stream, torch.randn(5120).bfloat16()))
+    pool.close()
+    prompts = example_messages(60)
+    with LLM("demo", device="cuda", tp=2, batch_invariant=True) as llm:
+        together = [output.outputs[0].token_ids for output in llm.chat(prompts, progress=False)]
+        for prompt, ids in list(zip(prompts, together, strict=True))[::10]:
+            assert llm.chat([prompt], progress=False)[0].outputs[0].token_ids == ids
+
+
 def test_a_follower_that_dies_is_named() -> None:
     with LLM("demo", device="cuda", tp=2) as llm:
         assert llm._engine._followers is not None

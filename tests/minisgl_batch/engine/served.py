@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.engine.engine import Engine
 from minisgl_batch.engine.transfer import HostTokens
-from minisgl_batch.messages import FINISH_REASONS, AbortRequests, AddRequests, NewRequest, Ready, StepOutput
+from minisgl_batch.messages import FINISH_REASONS, AbortRequests, AddRequests, NewPrompt, NewRequest, Ready, StepOutput
 from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.factory import make_scheduler
 from minisgl_batch.scheduler.source import LocalSource
@@ -57,16 +58,17 @@ class Served:
         engine.launch = recording_launch  # type: ignore[method-assign]
         engine._model.logits = recording_logits  # type: ignore[method-assign]
 
-    def add(self, prompts: list[list[int]], **sampling: Any) -> list[int]:
+    def add(self, prompts: list[list[int]], ending: Sequence[int] = (), **sampling: Any) -> list[int]:
         uids = list(range(self._num_requests, self._num_requests + len(prompts)))
         self._num_requests += len(prompts)
-        requests = []
+        added = []
         for uid, prompt in zip(uids, prompts, strict=True):
             self.outputs[uid], self.logits[uid] = [], []
-            ids = np.array(prompt, dtype=np.int32).tobytes()
-            requests.append(NewRequest(uid, ids, EngineSampling(**({"max_tokens": 8} | sampling))))
-            self.scores[uid] = LogprobCollector(requests[-1])
-        self._source.inbox.append(AddRequests(requests))
+            ids, scored = (np.array(tokens, dtype=np.int32).tobytes() for tokens in (prompt, ending))
+            request = NewRequest(uid, ending=scored)
+            added.append(NewPrompt(ids, EngineSampling(**({"max_tokens": 8} | sampling)), [request]))
+            self.scores[uid] = LogprobCollector(added[-1], request)
+        self._source.inbox.append(AddRequests(added))
         return uids
 
     def abort(self, uid: int) -> None:

@@ -7,14 +7,16 @@ import logging
 import random
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from minisgl_batch import LLM
 from minisgl_batch.batch import SharingCosts
+from minisgl_batch.config import Quantization
 from tests.minisgl_batch.engine.served import Served
+from tests.minisgl_batch.models.fp8_checkpoints import FORMATS, save_fp8
 from tests.minisgl_batch.models.hf import random_model, save
 
 pytestmark = pytest.mark.gpu
@@ -42,12 +44,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(reference.to(torch.bfloat16), tmp_path_factory.mktemp("model"))
 
 
-def prompts_with_stems(num_prompts: int) -> list[list[int]]:
-    def ids(n: int) -> list[int]:
-        return [random.randrange(5000) for _ in range(n)]
+def random_ids(num_ids: int) -> list[int]:
+    return [random.randrange(5000) for _ in range(num_ids)]
 
-    stems = [ids(300), ids(700), []]
-    return [random.choice(stems) + ids(random.randint(1, 60)) for _ in range(num_prompts)]
+
+def prompts_with_stems(num_prompts: int) -> list[list[int]]:
+    stems = [random_ids(300), random_ids(700), []]
+    return [random.choice(stems) + random_ids(random.randint(1, 60)) for _ in range(num_prompts)]
 
 
 def agreeing_tokens(a: list[list[int]], b: list[list[int]]) -> float:
@@ -71,6 +74,11 @@ def agreeing_tokens(a: list[list[int]], b: list[list[int]]) -> float:
         {"attention_backend": "triton"},
         {"page_size": 64},
         {"num_pages": 130, "max_seq_len": 1024},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8", "attention_backend": "triton", "mixed": True},
+        {"kv_cache_dtype": "fp8", "max_prefill_tokens": 64, "num_pages": 130, "max_seq_len": 1024},
+        {"quantization": "fp8"},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8", "mixed": True},
     ],
     ids=str,
 )
@@ -79,7 +87,10 @@ def test_ways_of_running_agree(model: Path, options: dict[str, Any], monkeypatch
     # Two levels wherever they can be, though so few tokens in common don't pay.
     monkeypatch.setattr(SharingCosts, "is_worth", lambda *given: given[2] > 0)  # the tokens saved
     prompts = prompts_with_stems(100)
-    plain = served(model, overlap=False, cuda_graph_max_bs=0, share_prefixes=False, cache="naive")
+    kinds = {name: options[name] for name in ("kv_cache_dtype", "quantization") if name in options}
+    # In fp8 a rounding error may move a number to its neighbour, 6 to 12 % away.
+    most, least = (0.6, 0.2) if kinds else (0.25, 0.4)
+    plain = served(model, overlap=False, cuda_graph_max_bs=0, share_prefixes=False, cache="naive", **kinds)
     other = served(model, **options)
     want, got = plain.run(prompts, max_tokens=40), other.run(prompts, max_tokens=40)
     assert {len(ids) for ids in got} == {40}
@@ -88,8 +99,8 @@ def test_ways_of_running_agree(model: Path, options: dict[str, Any], monkeypatch
         if first is not None and plain.logits[row]:
             best = plain.logits[row][first].float().topk(2).values
             gap = float(best[0] - best[1])
-            assert gap < 0.25, f"row {row} diverges at token {first} where the best logits are {gap} apart"
-    assert agreeing_tokens(want, got) > 0.4  # random weights: two of 5,000 logits nearly tie every few tokens
+            assert gap < most, f"row {row} diverges at token {first} where the best logits are {gap} apart"
+    assert agreeing_tokens(want, got) > least  # random weights: two of 5,000 logits nearly tie every few tokens
 
 
 def test_experts_give_the_ids_of_a_cpu(tmp_path: Path) -> None:
@@ -139,6 +150,31 @@ def test_windows_and_other_heads_give_the_ids_of_a_cpu(family: str, given: dict[
     engine = served(folder, dtype="float32")
     assert engine.scheduler._engine.options.attention_backend == "triton"
     assert agreeing_tokens(want, engine.run(prompts, max_tokens=20)) > 0.95
+
+
+def test_sinks_give_the_ids_of_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss, a window in the first of two layers; in bfloat16 a router may choose differently."""
+    monkeypatch.setattr(SharingCosts, "is_worth", lambda *given: given[2] > 0)
+    reference = random_model(
+        "gpt_oss",
+        hidden_size=256,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=128,
+        intermediate_size=96,
+        num_experts=16,
+        num_experts_per_tok=4,
+        num_hidden_layers=2,
+        vocab_size=5000,
+        max_position_embeddings=2048,
+    )
+    folder, prompts = save(reference, tmp_path), prompts_with_stems(40)
+    want = Served(folder, device="cpu", max_running=64, num_pages=4096).run(prompts, max_tokens=20)
+    got = served(folder, dtype="float32", attention_backend="triton").run(prompts, max_tokens=20)
+    assert agreeing_tokens(want, got) > 0.95
+    rounded = [served(folder, attention_backend=name).run(prompts, max_tokens=20) for name in ("triton", "fa,cuda")]
+    assert agreeing_tokens(*rounded) > 0.3
 
 
 def test_shared_prefixes_are_used(model: Path) -> None:
@@ -215,12 +251,55 @@ def test_scores_of_greedy_rows(model: Path) -> None:
             assert abs(first.logprobs - other.logprobs).max(initial=0.0) < 0.2  # bfloat16
 
 
-def test_demo_answers_as_on_a_cpu() -> None:
+def test_endings_are_scored_as_in_prompts_that_are_scored_whole(model: Path) -> None:
+    rows = [(prompt, random_ids(random.randint(1, 40))) for prompt in prompts_with_stems(40)]
+    whole = served(model, cache="naive")
+    whole.run([prompt + ending for prompt, ending in rows], max_tokens=1, num_prompt_logprobs=0)
+    for options in ({}, {"overlap": False}, {"mixed": True, "max_prefill_tokens": 64}):
+        engine = served(model, **options)
+        for _ in range(2):
+            uids = [engine.add([prompt], ending, max_tokens=1, num_prompt_logprobs=0)[0] for prompt, ending in rows]
+            while engine.is_busy:
+                engine.tick()
+            for number, (uid, (_, ending)) in enumerate(zip(uids, rows, strict=True)):
+                found, want = engine.scores[uid].prompt(), whole.scores[number].prompt()
+                assert found is not None
+                assert want is not None
+                assert found.token_ids.tolist() == ending
+                assert abs(found.logprobs - want.logprobs[-len(ending) :]).max() < 0.2  # bfloat16
+        assert sum(engine.cached[uid] for uid in uids) > 0.8 * sum(len(prompt) for prompt, _ in rows)
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks", "compressed-tensors, channels"])
+def test_checkpoints_in_fp8_give_the_ids_of_a_cpu(name: str, tmp_path: Path) -> None:
+    """Until one of the first few near ties: what lies between two numbers of FP8 may be rounded the other way."""
+    reference = random_model(
+        "qwen3",
+        hidden_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=320,
+        num_hidden_layers=2,
+        vocab_size=5000,
+        max_position_embeddings=2048,
+    )
+    folder, prompts = save_fp8(reference, tmp_path, FORMATS[name]), prompts_with_stems(40)
+    want = Served(folder, device="cpu", max_running=64, num_pages=4096).run(prompts, max_tokens=10)
+    got = served(folder, dtype="float32", attention_backend="triton").run(prompts, max_tokens=10)
+    assert agreeing_tokens(want, got) > 0.3  # of 5,000 ids
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_demo_answers_as_on_a_cpu(quantization: Quantization | None) -> None:
     rows = [json.loads(line) for line in EXAMPLES.read_text(encoding="utf-8").splitlines()]
     prompts = [row["messages"] for row in rows]
     texts = {}
-    for device in ("cuda", "cpu"):
-        outputs = LLM("demo", device=device).chat(prompts, progress=False)
+    devices: tuple[Literal["cuda", "cpu"], ...] = ("cuda", "cpu")
+    for device in devices:
+        outputs = LLM("demo", device=device, quantization=quantization if device == "cuda" else None).chat(
+            prompts, progress=False
+        )
         texts[device] = [output.outputs[0].text for output in outputs]
     same = sum(a == b for a, b in zip(texts["cuda"], texts["cpu"], strict=True))
     right = sum(text == row["metadata"]["answer"] for text, row in zip(texts["cuda"], rows, strict=True))

@@ -67,6 +67,36 @@ def test_filtered_rows_draw_from_what_is_left() -> None:
     assert set(tokens.tolist()) == set(logits.topk(3).indices.tolist())
 
 
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.7, "min_p": 0.03}], ids=str
+)
+def test_filtered_samples_follow_what_is_left_of_the_softmax(filters: dict[str, float]) -> None:
+    """By chi-square, against the filters by their definition: top_k, then top_p of what it leaves, then min_p."""
+    num_rows, temperature = 20_000, 0.8
+    logits = torch.randn(30) * 2
+    probs = dict(enumerate((logits.double() / temperature).softmax(-1).tolist()))
+    best = sorted(probs, key=lambda token: -probs[token])[: int(filters.get("top_k", 30))]
+    total, kept = sum(probs[token] for token in best), list[int]()
+    for token in best:
+        is_enough = sum(probs[before] for before in kept) >= filters.get("top_p", 1.0) * total
+        if not (kept and (is_enough or probs[token] < filters.get("min_p", 0.0) * probs[best[0]])):
+            kept.append(token)
+
+    given = {
+        name: torch.full((num_rows,), value, dtype=torch.int32 if name == "top_k" else torch.float32)
+        for name, value in filters.items()
+    }
+    values = rows(num_rows, temperature=torch.full((num_rows,), temperature), **given)
+    seen = torch.bincount(sample(logits.expand(num_rows, -1), values, any_filter=True), minlength=30).tolist()
+
+    assert sum(seen[token] for token in kept) == num_rows
+    mass = sum(probs[token] for token in kept)
+    want = {token: num_rows * probs[token] / mass for token in kept}
+    chi_square = sum((seen[token] - want[token]) ** 2 / want[token] for token in kept)
+    degrees = max(1, len(kept) - 1)
+    assert chi_square < degrees + 10 * (2 * degrees) ** 0.5
+
+
 @pytest.mark.parametrize("any_filter", [False, True])
 def test_a_row_draws_the_same_alone_and_among_others(any_filter: bool) -> None:
     logits, values = torch.randn(30, 64), rows(30, temperature=torch.rand(30))
@@ -92,6 +122,9 @@ class Shards:
 
     def prepare(self, num_bytes: int) -> None:
         pass
+
+    def fix_order(self, dtype: torch.dtype) -> bool:
+        return True
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         return None

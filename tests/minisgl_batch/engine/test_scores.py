@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,28 @@ def test_scores_are_those_of_transformers(
     assert served.cached[uids[-3]] > 0
 
 
+def test_a_long_prompt_is_scored_in_slices() -> None:
+    num_tokens, vocab = 16_384, 2100
+    hidden, head = torch.randn(num_tokens, 4), torch.randn(4, vocab)
+    targets = torch.randint(0, vocab, (num_tokens,), dtype=torch.int32)
+    sizes = []
+
+    def logits(part: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(part))
+        return part @ head
+
+    model: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), logits=logits, gather_logits=lambda x: x)
+    found = scores.score_hidden(model, hidden, targets, 3)
+
+    assert sizes == [15_978, 406]  # of 128 MiB at most
+    looked = [0, 15_977, 15_978, num_tokens - 1, *random.sample(range(num_tokens), 50)]
+    want = (hidden[looked].double() @ head.double()).log_softmax(-1)
+    of_targets = want.gather(1, targets[looked].long().unsqueeze(1)).squeeze(1)
+    words = found[looked].contiguous()
+    np.testing.assert_allclose(words.view(torch.float32)[:, 0], of_targets, atol=1e-4)
+    np.testing.assert_allclose(words.view(torch.float32)[:, 5:], want.topk(3).values, atol=1e-4)
+
+
 def test_retracted_rows_score_nothing_twice(model: tuple[Any, Path]) -> None:
     reference, folder = model
     served = Served(folder, page_size=4, num_pages=14, max_running=4, max_seq_len=56, max_prefill_tokens=5)
@@ -123,3 +146,21 @@ def test_aborted_rows_leave_the_others_their_scores(model: tuple[Any, Path]) -> 
             served.tick()
         for i in (0, 2):
             check_row(served, reference, uids[i], prompts[i], 2, 2)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal_loop", "overlap_loop"])
+def test_endings_are_scored_behind_a_cached_prompt(model: tuple[Any, Path], overlap: bool) -> None:
+    """Endings of any length, of which all but the first find the prompt in the cache; in pieces of any size."""
+    reference, folder = model
+    budget = random.choice([3, 9, 64])
+    served = Served(folder, overlap=overlap, page_size=4, max_running=4, max_prefill_tokens=budget)
+    prompt = random_prompt(21)
+    endings = [random_prompt(length) for length in (1, 2, 7, 1, 12)]
+    for is_cold in (True, False):
+        uids = [served.add([prompt], ending, max_tokens=1, num_prompt_logprobs=1)[0] for ending in endings]
+        while served.is_busy:
+            served.tick()
+        assert [served.cached[uid] for uid in uids] == [0 if is_cold and uid == uids[0] else 20 for uid in uids]
+        for uid, ending in zip(uids, endings, strict=True):
+            (logits,) = hf_logits(reference, [prompt + ending])
+            check(served.scores[uid].prompt(), logits[len(prompt) - 1 : -1], ending, 1)

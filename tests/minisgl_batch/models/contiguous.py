@@ -52,7 +52,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttnSpec) -
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * spec.scale
     distance = torch.arange(len(k) - len(q), len(k)).unsqueeze(1) - torch.arange(len(k))
     hidden = distance < 0 if spec.window is None else (distance < 0) | (distance >= spec.window)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if spec.sinks is not None:
+        scores = torch.cat([scores, spec.sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(q), -1)], dim=2)
+    weights = scores.softmax(dim=-1)[:, :, : len(k)]
     return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, dim=1))
 
 

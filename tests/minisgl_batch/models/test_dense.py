@@ -36,6 +36,7 @@ GEMMA = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 20,
 }
+GPT_OSS = {"sliding_window": 7, "num_hidden_layers": 3}  # windows in the first and the third
 PARTIAL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "partial_rotary_factor": 0.75}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,6 +44,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3, windows and global layers": ("gemma3", GEMMA),
     "gemma3, untied and biased": ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
     "gemma3, linear rope": ("gemma3", GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, windows": ("gpt_oss", GPT_OSS),
+    "gpt_oss, windows in upper layers": (
+        "gpt_oss",
+        GPT_OSS | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "gpt_oss, clamped gates and ups": ("gpt_oss", {"swiglu_limit": 0.05, "swiglu_alpha": 1.3}),
+    "gpt_oss, no attention biases": ("gpt_oss", {"attention_bias": False, "rope_scaling": YARN}),
+    "gemma3, with images": ("gemma3, with images", GEMMA),
+    "mistral3": ("mistral3", {}),
+    "mistral3, Ministral 3": (
+        "mistral3",
+        {"text_family": "ministral3", "rope_parameters": YARN | {"llama_4_scaling_beta": 0.6}},
+    ),
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, untied": ("llama", {"tie_word_embeddings": False}),
@@ -106,7 +121,7 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     if given.get("use_sliding_window") and not hasattr(reference.model, "has_sliding_layers"):
         pytest.skip("this version of transformers has no windows by layer")
     lengths = [1, 40, *(random.randrange(2, 40) for _ in range(4))]
-    sequences = random_sequences(reference.config.vocab_size, lengths)
+    sequences = random_sequences(reference.config.get_text_config().vocab_size, lengths)
     cuts = [1, 39, *(random.randint(1, n) for n in lengths[2:])]
 
     ours = sequence_logits(loaded(save(reference, tmp_path)), sequences, cuts)

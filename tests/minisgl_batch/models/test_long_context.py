@@ -48,6 +48,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn with attention_factor": ("qwen2", {"rope_scaling": YARN | {"attention_factor": 0.7}}),
     "yarn with mscale": ("mistral", {"rope_scaling": YARN | {"mscale": 1.3, "mscale_all_dim": 0.6}}),
     "yarn with scaled queries": ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.6}}),
+    "yarn, windows and sinks": (
+        "gpt_oss",
+        {"rope_scaling": YARN | {"truncate": False}, "sliding_window": 60, "head_dim": 16},
+    ),
     "longrope": ("phi3", LONGROPE),
     "longrope with attention_factor": (
         "phi3",

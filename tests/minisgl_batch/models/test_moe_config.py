@@ -34,6 +34,8 @@ def test_defaults_equal_those_of_transformers_config_classes(family: str, tmp_pa
     assert ours.intermediate_size == getattr(reference, "moe_intermediate_size", reference.intermediate_size)
     assert ours.shared_intermediate_size == getattr(reference, "shared_expert_intermediate_size", None)
     assert ours.renormalize == getattr(reference, "norm_topk_prob", True)
+    if family == "gpt_oss":
+        assert ours.clamped_swiglu == (reference.swiglu_alpha, reference.swiglu_limit)
     assert all(ours.is_sparse)
 
 

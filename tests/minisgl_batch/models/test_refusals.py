@@ -13,7 +13,7 @@ from torch import zeros
 from minisgl_batch import LLM, hub
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.errors import ModelError
-from minisgl_batch.hub import model_path
+from minisgl_batch.hub import model_path, warn_of_adapter
 from minisgl_batch.models.checkpoint import Checkpoint
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.models.families import SUPPORTED_ARCHITECTURES
@@ -24,11 +24,20 @@ QWEN = {"architectures": ["Qwen3ForCausalLM"]}
 BY_KEY: dict[str, tuple[dict[str, Any], str]] = {
     "AWQ": (QWEN | {"quantization_config": {"quant_method": "awq"}}, r"quantization_config: .*\(awq\).*use the one"),
     "GPTQ": (QWEN | {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config: .*\(gptq\).*bfloat16"),
+    "NVFP4": (QWEN | {"quantization_config": {"quant_method": "modelopt"}}, r"quantization_config: .*\(modelopt\)"),
     "bitsandbytes": (
         QWEN | {"quantization_config": {"load_in_4bit": True}},
         r"quantization_config: .*\(bitsandbytes\)",
     ),
     "compressed": (QWEN | {"compression_config": {"quant_method": "sparseml"}}, r"compression_config: .*\(sparseml\)"),
+    "MXFP4 of another model": (
+        QWEN | {"quantization_config": {"quant_method": "mxfp4"}},
+        r"\(mxfp4\) aren't supported",
+    ),
+    "gpt-oss in another quantization": (
+        {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "awq"}},
+        r"quantization_config: .*\(awq\)",
+    ),
     "a text": (QWEN | {"quantization_config": "int4"}, r"quantization_config: .*\(int4\)"),
     "images": (
         {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {"hidden_size": 8}},
@@ -74,7 +83,7 @@ def test_a_folder_of_sentence_transformers(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
-def test_a_lora_adapter(tmp_path: Path) -> None:
+def test_a_lora_adapter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     message = r"adapter_config\.json: LoRA adapters aren't supported: merge .* with peft's merge_and_unload"
     write(tmp_path, "adapter_config.json", {})
     with pytest.raises(ModelError, match=message):
@@ -85,6 +94,13 @@ def test_a_lora_adapter(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
     save_file({"norm.weight": zeros(1)}, tmp_path / "model.safetensors")  # merged, and the adapter left beside it
     assert list(Checkpoint(tmp_path).tensors) == ["norm.weight"]
+    warn_of_adapter(tmp_path)
+    assert caplog.messages == [
+        f"{tmp_path / 'adapter_config.json'}: the adapter isn't applied, the weights beside it run as they are"
+    ]
+    (tmp_path / "adapter_config.json").unlink()
+    warn_of_adapter(tmp_path)
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model-Q4_K_M.gguf"])
@@ -109,8 +125,8 @@ def test_refusals_come_before_anything_is_loaded(tmp_path: Path) -> None:
 def test_weights_of_what_is_refused_are_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, asked = write(tmp_path, "config.json", BY_KEY["AWQ"][0]), []
 
-    def download(model: str, patterns: list[str]) -> Path:
-        asked.append((model, "*.safetensors" in patterns))
+    def download(model: str, revision: str | None, patterns: list[str]) -> Path:
+        asked.append((model, revision, "*.safetensors" in patterns))
         return folder
 
     monkeypatch.setattr(hub, "_download", download)
@@ -119,4 +135,4 @@ def test_weights_of_what_is_refused_are_not_downloaded(tmp_path: Path, monkeypat
     options = WorkerOptions(engine=EngineConfig(model="someone/model-awq"), redis_url="redis://127.0.0.1:1")
     with pytest.raises(ModelError, match="quantization_config"):
         run_worker(options, lambda _: None)
-    assert asked == [("someone/model-awq", False)] * 2
+    assert set(asked) == {("someone/model-awq", None, False)}

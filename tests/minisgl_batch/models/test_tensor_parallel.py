@@ -29,6 +29,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 2, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "merged in the checkpoint, a part of each head rotated": ("phi3", {"partial_rotary_factor": 0.75}),
+    "a text model beside one for images": ("gemma3, with images", {"sliding_window": 4}),
+    "a text model under another's roof": ("mistral3", {}),
     "a window": ("ministral", {"sliding_window": 5}),
     "scaled queries": (
         "ministral3",
@@ -45,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {"moe_intermediate_size": 12, "mlp_only_layers": [0], "norm_topk_prob": True}),
     "a shared expert": ("qwen2_moe", {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}),
     "experts under Mixtral's names": ("mixtral", {}),
+    "sinks and windows, experts with biases": ("gpt_oss", {"sliding_window": 5}),
 }
 
 
@@ -55,7 +58,7 @@ def test_ranks_together_give_the_logits_of_one(
 ) -> None:
     family, given = CASES[case]
     reference = random_model(family, **(SIZES | given))
-    vocab_size = reference.config.vocab_size
+    vocab_size = reference.config.get_text_config().vocab_size
     sequences, cuts = random_sequences(vocab_size, [9, 1, 14]), [5, 1, 13]
 
     answers = rank_pool(size).run(ranks.logits_of_checkpoint, save(reference, tmp_path), sequences, cuts)

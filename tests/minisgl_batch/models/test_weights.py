@@ -94,6 +94,30 @@ def test_values_are_cast_to_the_model(folder: Path) -> None:
         assert torch.equal(tensor, whole[name].bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_checkpoints_of_each_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save(random_model("llama", tie_word_embeddings=False).to(dtype), tmp_path / "model")
+    stored = load_file(folder / WEIGHTS)
+    assert {tensor.dtype for tensor in stored.values()} == {dtype}
+    assert load_model_config(folder).dtype == str(dtype).removeprefix("torch.")
+    assert_loads_the_same(folder, {key.removeprefix("model."): tensor.float() for key, tensor in stored.items()})
+
+
+def test_files_that_are_not_needed_are_left_alone(folder: Path) -> None:
+    want = loaded(folder)
+    names = (
+        "README.md",
+        "pytorch_model.bin",
+        "optimizer.pt",
+        "model.gguf",
+        "training_args.bin",
+        "model.safetensors.tmp",
+    )
+    for name in names:
+        (folder / name).write_bytes(b"junk")
+    assert_loads_the_same(folder, want)
+
+
 @pytest.mark.parametrize("indexed", [True, False])
 def test_several_files(folder: Path, indexed: bool) -> None:
     want = loaded(folder)

@@ -18,6 +18,7 @@ from minisgl_batch.messages import (
     FINISH_REASONS,
     AbortRequests,
     AddRequests,
+    NewPrompt,
     NewRequest,
     RequestsRefused,
     Shutdown,
@@ -142,7 +143,8 @@ class Harness:
         sampling = EngineSampling(max_tokens=max_tokens, stop_ids=() if ignore_eos else (EOS,))
         self._requests[uid] = (prompt, sampling)
         self.outputs[uid] = []
-        self.source.inbox.append(AddRequests([NewRequest(uid, np.array(prompt, np.int32).tobytes(), sampling)]))
+        new = NewPrompt(np.array(prompt, np.int32).tobytes(), sampling, [NewRequest(uid)])
+        self.source.inbox.append(AddRequests([new]))
         return uid
 
     def abort(self, *uids: int) -> None:

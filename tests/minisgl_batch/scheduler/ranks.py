@@ -15,6 +15,7 @@ from minisgl_batch.messages import (
     AbortRequests,
     AddRequests,
     FromEngine,
+    NewPrompt,
     NewRequest,
     Scores,
     StepOutput,
@@ -22,8 +23,8 @@ from minisgl_batch.messages import (
 )
 from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.factory import make_scheduler
-from minisgl_batch.scheduler.scheduler import LaunchedStep
 from minisgl_batch.scheduler.source import LocalSource
+from minisgl_batch.scheduler.steps import LaunchedStep
 
 Script = dict[int, list[ToEngine]]
 """What comes at which tick."""
@@ -51,7 +52,9 @@ def serve(tp: TPGroup, folder: Path, script: Script, options: dict[str, Any]) ->
     source, seen = LocalSource(), Seen()
     scheduler = make_scheduler(config_of(folder, options), source, tp)
     _record(scheduler._engine, seen)
-    uids = {new.uid for batch in script.values() for message in batch for new in getattr(message, "requests", ())}
+    messages = [message for batch in script.values() for message in batch]
+    prompts = [prompt for message in messages if isinstance(message, AddRequests) for prompt in message.prompts]
+    uids = {new.uid for prompt in prompts for new in prompt.requests}
     source.outbox.clear()
     loop = scheduler.loop()
     tick = 0
@@ -80,7 +83,7 @@ def add(first_uid: int, prompts: list[list[int]], **sampling: Any) -> AddRequest
     """Requests numbered from `first_uid`."""
     return AddRequests(
         [
-            NewRequest(uid, np.array(prompt, np.int32).tobytes(), EngineSampling(**sampling))
+            NewPrompt(np.array(prompt, np.int32).tobytes(), EngineSampling(**sampling), [NewRequest(uid)])
             for uid, prompt in enumerate(prompts, first_uid)
         ]
     )

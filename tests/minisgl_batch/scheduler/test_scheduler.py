@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minisgl_batch.batch import SharingCosts
+from minisgl_batch.scheduler.decode import LengthEstimate
 from tests.minisgl_batch.scheduler.fake_engine import Harness
 
 ALWAYS_SHARE = SharingCosts(per_saved_token=1.0, base=0.0, per_row=0.0, per_prefix_token=0.0, min_rows=2, max_groups=2)
@@ -167,6 +168,14 @@ def test_rows_are_admitted_on_their_likely_length() -> None:
     harness.check_outputs()
     # 64 pages of 4 tokens: reserving max_tokens would run one row at a time.
     assert max(step.num_decode for step in harness.engine.steps) >= 4
+
+
+def test_rows_of_one_token_say_nothing_about_others() -> None:
+    harness = Harness(max_running=4, num_pages=100)
+    for _ in range(200):
+        harness.add([10, 11], max_tokens=1, ignore_eos=True)
+    harness.run()
+    assert harness.scheduler.decode.estimate.ratio == LengthEstimate.INITIAL
 
 
 def test_a_budget_of_one_token_still_prefills() -> None:

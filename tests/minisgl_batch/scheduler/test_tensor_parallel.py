@@ -98,6 +98,19 @@ def test_ranks_decide_the_same_whatever_comes(
     assert run(rank_pool, size, folder, script, options).num_retractions > 0
 
 
+def test_fp8_kv_cache_gives_what_it_gives_one_process(
+    models: Callable[[str], Model], rank_pool: Callable[[int], RankPool]
+) -> None:
+    """But for a row at most: sums in another order may round a key or value to its neighbour."""
+    reference, folder = models("llama")
+    prompts = [random_prompt(reference, random.randint(1, 20)) for _ in range(8)]
+    script = {0: [add(0, prompts, max_tokens=12)]}
+    options = {"num_pages": 14, "max_running": 5, "max_seq_len": 56, "check_ranks": 3, "kv_cache_dtype": "fp8"}
+    single, pair = (run(rank_pool, size, folder, script, options) for size in (1, 2))
+    assert pair.num_retractions > 0
+    assert sum(single.tokens[uid] == pair.tokens[uid] for uid in range(8)) >= 7
+
+
 def test_samples_are_those_of_one_process(models: Callable[[str], Model], rank_pool: Callable[[int], RankPool]) -> None:
     reference, folder = models("mistral")
     bias = tuple((token, random.choice([-9.0, 9.0])) for token in range(0, 8191, 97))

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from minisgl_batch.errors import RequestError
-from minisgl_batch.messages import AddRequests, encoder, to_engine_decoder
+from minisgl_batch.messages import AddRequests, Constraint, encoder, to_engine_decoder
 from minisgl_batch.sampling_params import EngineSampling, SamplingParams
+from minisgl_batch.structured_outputs import StructuredOutputsParams
 from minisgl_batch.tokenizer import ModelTokenizer, ResolvedRequest, StopRules, derive_seed, resolve_request
 
 
@@ -27,7 +31,7 @@ def resolve(
 
 def test_layers_from_row_to_neutral(tokenizer: ModelTokenizer) -> None:
     row, job = SamplingParams(temperature=0.1, seed=3), SamplingParams(temperature=0.2, top_p=0.9, max_tokens=7)
-    (sampling,) = resolve(tokenizer, row, job).samples
+    sampling = resolve(tokenizer, row, job).sampling
     assert sampling == EngineSampling(
         max_tokens=7, temperature=0.1, top_k=20, top_p=0.9, min_p=0.0, seed=3, sample_index=0, stop_ids=(0, 2)
     )
@@ -35,7 +39,7 @@ def test_layers_from_row_to_neutral(tokenizer: ModelTokenizer) -> None:
 
 def test_nothing_given(tokenizer: ModelTokenizer) -> None:
     request = resolve(tokenizer)
-    (sampling,) = request.samples
+    sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.6, 20, 1.0, 0.0)
     assert sampling.max_tokens == 90  # what the context leaves
     assert request.stops == StopRules()
@@ -44,20 +48,56 @@ def test_nothing_given(tokenizer: ModelTokenizer) -> None:
 def test_stops(tokenizer: ModelTokenizer) -> None:
     params = SamplingParams(stop="END", stop_token_ids=(30, 2), include_stop_str_in_output=True)
     request = resolve(tokenizer, params)
-    assert request.samples[0].stop_ids == (0, 2, 30)
+    assert request.sampling.stop_ids == (0, 2, 30)
     assert request.stops == StopRules(strings=("END",), token_ids=frozenset({30}), include_in_output=True)
 
 
 def test_ignored_eos_can_still_be_a_stop_token(tokenizer: ModelTokenizer) -> None:
     request = resolve(tokenizer, SamplingParams(ignore_eos=True, stop_token_ids=(2,)))
-    assert request.samples[0].stop_ids == (2,)
+    assert request.sampling.stop_ids == (2,)
     assert request.stops.token_ids == frozenset({2})
+
+
+def test_constraints(tokenizer: ModelTokenizer) -> None:
+    job = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]), n=2)
+    request = resolve(tokenizer, job)
+    grammar = {"grammars": [{"lark_grammar": 'start: CHOICE\nCHOICE: "a"'}]}
+    assert request.constraint == Constraint(json.dumps(grammar))
+    message = AddRequests([request.message(7)])
+    assert to_engine_decoder.decode(encoder.encode(message)) == message
+    assert resolve(tokenizer, SamplingParams(structured_outputs=StructuredOutputsParams()), job).constraint is None
+
+
+def test_reasoning_is_not_constrained(chatml_folder: Path, byte_level_tokenizer: Tokenizer) -> None:
+    """Where it is split off, and its marks are tokens of their own: this tokenizer has one of them."""
+    job = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True), split_reasoning=True)
+    plain = Constraint('{"grammars":[{"json_schema":{"type":"object"}}]}')
+    assert resolve(ModelTokenizer.load(chatml_folder), job).constraint == plain
+    both = Tokenizer.from_str(byte_level_tokenizer.to_str())
+    both.add_tokens([AddedToken("</think>", normalized=False)])
+    both.save(str(chatml_folder / "tokenizer.json"))
+    sizes = {"vocab_size": both.get_vocab_size(), "max_position_embeddings": 100}
+    (chatml_folder / "config.json").write_text(json.dumps(sizes))
+    tokenizer = ModelTokenizer.load(chatml_folder)
+
+    def constraint(text: str, **given: bool) -> Constraint | None:
+        ids = tokenizer.encode_prompt(text)
+        return resolve_request(
+            tokenizer, ids, SamplingParams(**given), job, max_len=100, job_seed=5, row_index=0
+        ).constraint
+
+    marks = [(both.token_to_id(mark),) for mark in ("<think>", "</think>")]
+    may_reason = Constraint(plain.grammar, *marks)
+    assert constraint("a") == may_reason
+    assert constraint("a<think>\n") == msgspec.structs.replace(may_reason, in_reasoning=True)
+    assert constraint("a<think>\n\n</think>\n\n") == plain  # as templates switch it off
+    assert constraint("a", split_reasoning=False) == plain
 
 
 def test_what_changes_logits(tokenizer: ModelTokenizer) -> None:
     job = SamplingParams(presence_penalty=1, logit_bias={"7": 3, "5": -1.5}, min_tokens=4, bad_words=["dog"])
     request = resolve(tokenizer, SamplingParams(repetition_penalty=1.2, frequency_penalty=-1, stop="x"), job)
-    (sampling,) = request.samples
+    sampling = request.sampling
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.0, -1.0, 1.2)
     assert sampling.logit_bias == ((5, -1.5), (7, 3.0))
     assert sampling.min_tokens == request.stops.min_tokens == 4
@@ -67,7 +107,7 @@ def test_what_changes_logits(tokenizer: ModelTokenizer) -> None:
 
 
 def test_nothing_changes_logits_by_default(tokenizer: ModelTokenizer) -> None:
-    (sampling,) = resolve(tokenizer).samples
+    sampling = resolve(tokenizer).sampling
     assert (sampling.num_rules, sampling.num_adjusted, sampling.reads_tokens) == (0, 0, False)
 
 
@@ -87,25 +127,49 @@ def test_parameters_that_cannot_be_served(
     assert caught.value.error_type == "invalid_request"
 
 
+def test_a_row_may_turn_off_the_jobs_log_probabilities(tokenizer: ModelTokenizer) -> None:
+    row, job = SamplingParams(logprobs=False), SamplingParams(logprobs=3, prompt_logprobs=2)
+    sampling = resolve(tokenizer, row, job).sampling
+    assert (sampling.num_logprobs, sampling.num_prompt_logprobs) == (-1, 2)
+
+
+def test_something_must_be_left_to_generate(tokenizer: ModelTokenizer) -> None:
+    tokenizer.vocab_size = 60
+    every = SamplingParams(stop_token_ids=tuple(range(60)), min_tokens=1)
+    with pytest.raises(RequestError, match="are all of the model's 60 tokens: nothing is left to generate"):
+        resolve(tokenizer, every)
+    assert resolve(tokenizer, SamplingParams(min_tokens=0), every).sampling.min_tokens == 0
+    assert len(resolve(tokenizer, SamplingParams(stop_token_ids=tuple(range(59))), every).sampling.stop_ids) == 59
+
+
 def test_top_k_minus_one_keeps_all(tokenizer: ModelTokenizer) -> None:
-    assert resolve(tokenizer, SamplingParams(top_k=-1)).samples[0].top_k == 0
+    assert resolve(tokenizer, SamplingParams(top_k=-1)).sampling.top_k == 0
 
 
 def test_max_tokens_is_cut_to_the_context(tokenizer: ModelTokenizer) -> None:
-    assert resolve(tokenizer, SamplingParams(max_tokens=10_000)).samples[0].max_tokens == 90
-    assert resolve(tokenizer, SamplingParams(max_tokens=10_000), num_tokens=99).samples[0].max_tokens == 1
+    assert resolve(tokenizer, SamplingParams(max_tokens=10_000)).sampling.max_tokens == 90
+    assert resolve(tokenizer, SamplingParams(max_tokens=10_000), num_tokens=99).sampling.max_tokens == 1
 
 
 def test_samples_share_all_but_their_index(tokenizer: ModelTokenizer) -> None:
-    request = resolve(tokenizer, SamplingParams(n=3), row_index=8)
-    assert [s.sample_index for s in request.samples] == [0, 1, 2]
-    assert {s.seed for s in request.samples} == {derive_seed(5, 8)}
-    sent = to_engine_decoder.decode(encoder.encode(AddRequests(request.messages(first_uid=40))))
+    request = resolve(tokenizer, SamplingParams(n=3, prompt_logprobs=1), row_index=8)
+    assert request.sampling.seed == derive_seed(5, 8)
+    sent = to_engine_decoder.decode(encoder.encode(AddRequests([request.message(40, [0, 2])])))
     assert isinstance(sent, AddRequests)
-    assert [r.uid for r in sent.requests] == [40, 41, 42]
-    assert tuple(r.sampling for r in sent.requests) == request.samples
-    for received in sent.requests:
-        np.testing.assert_array_equal(np.frombuffer(received.prompt_ids, dtype="<i4"), request.prompt_ids)
+    (prompt,) = sent.prompts
+    assert [(r.uid, r.sample_index) for r in prompt.requests] == [(40, 0), (41, 2)]
+    np.testing.assert_array_equal(np.frombuffer(prompt.prompt_ids, dtype="<i4"), request.prompt_ids)
+    first, other = map(prompt.sampling_of, prompt.requests)
+    assert first == request.sampling
+    assert other == msgspec.structs.replace(first, sample_index=2, num_prompt_logprobs=-1)
+
+
+def test_rules_travel_once_for_all_samples(tokenizer: ModelTokenizer) -> None:
+    rules = SamplingParams(logit_bias=dict.fromkeys(range(60), 1.0), n=1024)
+    alone, all_of_them = (
+        len(encoder.encode(resolve(tokenizer, rules).message(0, samples))) for samples in ([0], range(1024))
+    )
+    assert all_of_them < alone + 1024 * 10
 
 
 def test_seeds_never_change() -> None:
@@ -144,7 +208,7 @@ def test_a_cut_prompt_leaves_room_for_all_of_max_tokens(
 ) -> None:
     request = resolve(tokenizer, SamplingParams(truncate=truncate, max_tokens=20), num_tokens=num_tokens)
     assert request.prompt_ids.tolist() == list(kept)
-    assert request.samples[0].max_tokens == 20
+    assert request.sampling.max_tokens == 20
 
 
 @pytest.mark.parametrize(
@@ -163,7 +227,7 @@ def test_a_prompt_that_cannot_be_cut(tokenizer: ModelTokenizer, params: Sampling
 
 def test_truncate_without_max_tokens_leaves_prompts_that_fit(tokenizer: ModelTokenizer) -> None:
     request = resolve(tokenizer, SamplingParams(truncate="left"), num_tokens=99)
-    assert (len(request.prompt_ids), request.samples[0].max_tokens) == (99, 1)
+    assert (len(request.prompt_ids), request.sampling.max_tokens) == (99, 1)
 
 
 def test_empty_prompt(tokenizer: ModelTokenizer) -> None:

@@ -19,9 +19,13 @@ from minisgl_batch.messages import (
     RequestsRefused,
     StepOutput,
 )
+from minisgl_batch.reasoning import HARMONY
+from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.tokenizer import ModelTokenizer, resolve_request
 from minisgl_batch.tokenizer.detokenizer import make_detokenizer
 from minisgl_batch.tokenizer.input import ReasoningRules, StopRules
 from minisgl_batch.tokenizer.output import OutputEvents, OutputProcessor, SampleOutput
+from tests.minisgl_batch.tokenizer.conftest import ModelFolder
 
 EOS = 2
 property_settings = settings(
@@ -105,14 +109,19 @@ def test_every_way_of_making_the_text_agrees(any_tokenizer: Tokenizer, data: st.
     words = st.text(st.sampled_from(sorted(set(plain)) or ["x"]), min_size=1, max_size=3)
     strings = tuple(data.draw(st.lists(words, max_size=2)))
     watch_at = data.draw(st.integers(0, len(ids)))
-    ends = [plain.index(s) + len(s) for s in strings if s in plain]
-    text_end = min(ends, default=None)
+    include = data.draw(st.booleans())
+    ends = {s: plain.index(s) + len(s) for s in strings if s in plain}
+    first_end = min(ends.values(), default=None)
+    # Of strings that end together the longest counts.
+    kept = 0 if include else max((len(s) for s, end in ends.items() if end == first_end), default=0)
+    text_end = None if first_end is None else first_end - kept
 
-    row = Row(OutputProcessor(detokenizer), StopRules(strings=strings, include_in_output=True))
+    row = Row(OutputProcessor(detokenizer), StopRules(strings=strings, include_in_output=include))
     for position, token_id in enumerate(ids):
         if position == watch_at and row.result is None:
             row.watch()
         row.feed([token_id], FINISH_LENGTH if position == len(ids) - 1 else NOT_FINISHED)
+        assert plain[:text_end].startswith(row.shown)  # never more, and nothing of a stop string
 
     result = row.end()
     assert result.text == plain[:text_end]
@@ -244,6 +253,33 @@ def test_reasoning_is_split_off_and_searched_only_when_asked(
     assert text.startswith(result.raw_text)
     assert result.raw_text.endswith(result.text)
     assert not watched or row.shown == result.raw_text
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_channels_of_gpt_oss_are_told_apart_though_their_marks_have_no_text(
+    model_folder: ModelFolder, tokenizer: Tokenizer, watched: bool
+) -> None:
+    with_channels = Tokenizer.from_str(tokenizer.to_str())
+    with_channels.add_special_tokens(sorted(HARMONY.tokens))
+    template = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
+    folder = model_folder(with_channels, tokenizer_config={"eos_token": "<|endoftext|>", "chat_template": template})
+    model_tokenizer = ModelTokenizer.load(folder)
+    assert model_tokenizer.eos_ids == (0,)  # a message's end isn't the text's
+    text = f"{HARMONY.opening}the dog{HARMONY.closing}a dog"
+    ids = with_channels.encode(text).ids
+    prompt = np.array(with_channels.encode("<|start|>assistant").ids, dtype=np.int32)
+    found = {}
+    for split in (False, True):
+        params = SamplingParams(split_reasoning=split)
+        resolved = resolve_request(model_tokenizer, prompt, params, max_len=99, job_seed=0, row_index=0)
+        row = Row(OutputProcessor(model_tokenizer.detokenizer), reasoning=resolved.reasoning)
+        if watched:
+            row.watch()
+        row.feed(ids, FINISH_LENGTH)
+        result = row.end()
+        found[split] = (result.raw_text, result.reasoning_text, result.text)
+    assert found[True] == (text, "the dog", "a dog")
+    assert found[False] == (None, None, with_channels.decode(ids))
 
 
 def test_text_that_may_begin_a_stop_string_is_shown_late(processor: OutputProcessor, tokenizer: Tokenizer) -> None:

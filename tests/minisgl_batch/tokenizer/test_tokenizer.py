@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,58 @@ def test_process_that_hides_torch_loads_a_tokenizer_without_it(chatml_folder: Pa
     here = ModelTokenizer.load(chatml_folder)
     ids = here.encode_chat([{"role": "user", "content": "Hi"}]).tolist()
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{ids} {here.eos_ids}\n", "")
+
+
+def test_choices_are_split_from_texts_as_when_all_is_encoded(
+    any_tokenizer: Tokenizer, model_folder: ModelFolder, rng: random.Random
+) -> None:
+    """Also where only the text's last words are encoded again."""
+    folder = model_folder(any_tokenizer)
+    tokenizer, hugging_face = ModelTokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    words = [
+        "the",
+        "quick",
+        "ůň",
+        "aaaa",
+        "aaaaaaaaaaaaaaaa",
+        "12",
+        "345",
+        "don't",
+        "안녕",
+        "<think>",
+        "<s>",
+        "{x}",
+        "  ",
+        "\n",
+    ]
+
+    def text(num_words: int) -> str:
+        return "".join(rng.choice(["", " ", " ", " "]) + rng.choice(words) for _ in range(num_words))
+
+    for _ in range(60):
+        prompt = "a" + text(rng.randint(0, 40)) + rng.choice(["", "", " ", " \n"])
+        choices = [text(rng.randint(1, 4)) or "x" for _ in range(3)]
+        known = hugging_face(prompt.rstrip()).input_ids
+        want = [hugging_face(prompt + choice).input_ids[len(known) :] for choice in choices]
+        if not all(want):
+            with pytest.raises(RequestError, match="has no tokens of its own"):
+                tokenizer.encode_choices(prompt, tokenizer.encode_prompt(prompt), choices)
+            continue
+        ids, endings = tokenizer.encode_choices(prompt, tokenizer.encode_prompt(prompt), choices)
+        assert ids.tolist() == known
+        assert [ending.tolist() for ending in endings] == want
+
+
+def test_long_texts_are_not_encoded_again_for_each_choice(
+    chatml: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog. " * 40
+    ids, encode, num_chars = chatml.encode_prompt(prompt.rstrip()), chatml._encode, [0]
+
+    def counting(texts: Sequence[str], **options: bool) -> Any:
+        num_chars[0] += sum(map(len, texts))
+        return encode(texts, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(chatml, "_encode", counting)
+    chatml.encode_choices(prompt.rstrip(), ids, [" yes", " no", " the fox"])
+    assert num_chars[0] < 4 * 80

@@ -1,0 +1,136 @@
+"""Finds out what compiling a grammar comes to, in a process of its own: some would take hours, or all memory.
+
+llguidance bounds most of what a grammar can ask for, but not all, and a thread can't be ended. The process knows no
+model: it compiles for a vocabulary of single bytes. Called by rank 0 before it compiles.
+
+A check is a line of JSON to the process, the grammar as a string, and one back: what is wrong with it, or "".
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+from minisgl_batch.words import one_line
+
+CPU_S = 2.0
+MEMORY_BYTES = 512 << 20
+WALL_S = 60.0  # far more than any check takes on a busy machine
+_MAX_CHARS = 300
+_TRIES = 3  # when somebody kills the process, such as a system that is short of memory
+TOO_COMPLEX = "the grammar is too complex: make it smaller, or its counts and numbers"
+
+
+class GrammarCheck:
+    """One process that checks grammars, one after the other; started when the first comes. For one thread."""
+
+    def __init__(self, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES) -> None:
+        """Processor time of a check, and memory beyond what the process needs anyway."""
+        self._limits = (str(cpu_s), str(memory_bytes))
+        self._process: subprocess.Popen[str] | None = None
+
+    def problem(self, grammar: str) -> str:
+        """Why a grammar can't be used, "" if it can; after at most some seconds."""
+        for _ in range(_TRIES):
+            process = self._process or self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with suppress(BrokenPipeError):  # it died: there will be no answer
+                process.stdin.write(json.dumps(grammar) + "\n")
+                process.stdin.flush()
+            if not select.select([process.stdout], [], [], WALL_S)[0]:
+                break
+            if answer := process.stdout.readline():
+                problem: str = json.loads(answer)
+                return problem
+            was_its_own_fault = process.wait() != -signal.SIGKILL  # no limit of its own ends it so
+            self.close()
+            if was_its_own_fault:
+                break
+        self.close()
+        return TOO_COMPLEX
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "minisgl_batch.grammar_check", *self._limits]
+        # In a session of its own: an interrupt from the terminal is none of its business.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        return self._process
+
+    def close(self) -> None:
+        """End the process; the next check starts another."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def limits() -> Any:
+    """What a grammar may cost llguidance."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        step_lexer_fuel=100_000,
+        step_max_items=25_000,
+        max_items_in_row=5_000,
+        max_lexer_states=40_000,
+        verbose_errors=False,
+    )
+
+
+def syntax_problem(grammar: str) -> str:
+    """What is wrong with a grammar by itself, "" if nothing is."""
+    from llguidance import LLMatcher
+
+    problem: str = LLMatcher.validate_grammar(grammar, None, limits=limits())
+    return shown(problem)
+
+
+def shown(problem: str) -> str:
+    """What llguidance says, without the drawing below it."""
+    said = " ".join(problem.partition("\n<")[0].split())
+    return one_line("no text can be one of the grammar" if said == "NoExtensionBias" else said, _MAX_CHARS)
+
+
+class _Bytes:
+    """A vocabulary of single bytes, as llguidance asks for one."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = [*(bytes([i]) for i in range(256)), b"\xff<eos>"]  # noqa: RUF012
+    special_token_ids = [256]  # noqa: RUF012
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def main(cpu_s: float, memory_bytes: int) -> None:
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+    vocabulary = LLTokenizer(TokenizerWrapper(_Bytes()))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        with open("/proc/self/statm", encoding="ascii") as file:
+            num_bytes = int(file.read().split()[0]) * resource.getpagesize() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+    for line in sys.stdin:
+        grammar = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # ends the process
+        problem = syntax_problem(grammar)
+        if not problem:
+            # What is wrong here but for time and memory may be right for the model's own vocabulary.
+            LLMatcher(vocabulary, grammar, log_level=0, limits=limits()).compute_bitmask()
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        sys.stdout.write(json.dumps(problem) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

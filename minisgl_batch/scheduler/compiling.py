@@ -1,0 +1,168 @@
+"""Compiles the grammars of constrained prompts, in threads, before the scheduler sees the prompts.
+
+A prompt comes once its grammar is ready; others don't wait for it. One whose grammar can't be used is refused. A
+grammar is first checked in a process of its own, which bounds what it may take. Rank 0's: between the frontend and the
+scheduler, so that all ranks see a prompt in the same tick.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from minisgl_batch.grammar_check import GrammarCheck, limits, shown
+from minisgl_batch.messages import (
+    AbortRequests,
+    AddRequests,
+    FromEngine,
+    NewPrompt,
+    RequestsRefused,
+    SetVocabulary,
+    ToEngine,
+)
+from minisgl_batch.scheduler.constraints import Constraints
+from minisgl_batch.scheduler.source import MessageSource
+
+NUM_THREADS = 8  # most of which wait for their process
+MAX_KEPT = 64  # grammars, of those last used
+POLL_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Grammar:
+    """Compiled: a matcher at its beginning, or why there is none."""
+
+    matcher: Any
+    problem: str = ""
+
+
+class CompilingSource:
+    """See the module's docstring."""
+
+    def __init__(self, frontend: MessageSource, constraints: Constraints) -> None:
+        self._frontend = frontend
+        self._constraints = constraints
+        self._waiting: list[tuple[NewPrompt, Future[_Grammar]]] = []
+        self._grammars: OrderedDict[str, Future[_Grammar]] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+        self._tokenizer: Future[Any] | None = None
+        self._local = threading.local()
+        self._checks: list[GrammarCheck] = []
+
+    def receive(self, *, block: bool) -> list[ToEngine]:
+        """What has come and can be served; with `block`, waits until there is something, or something was refused."""
+        while True:
+            messages = self._frontend.receive(block=block and not self._waiting)
+            passed = [message for given in messages if (message := self._take(given)) is not None]
+            ready, has_refused = self._take_ready()
+            passed += ready
+            if passed or has_refused or not block:
+                return passed
+            wait([grammar for _, grammar in self._waiting], POLL_S, FIRST_COMPLETED)
+
+    def send(self, message: FromEngine) -> None:
+        self._frontend.send(message)
+
+    def close(self) -> None:
+        """End the threads and the processes; waits for a grammar that is being compiled."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        for check in self._checks:
+            check.close()
+
+    def _take(self, message: ToEngine) -> ToEngine | None:
+        """The message, without what has to wait."""
+        match message:
+            case SetVocabulary():
+                self._pool = self._pool or ThreadPoolExecutor(min(NUM_THREADS, os.cpu_count() or 1), "grammar")
+                self._tokenizer = self._pool.submit(_tokenizer, message)
+                self._constraints.set_vocabulary(message.vocab_size, message.eos_ids)
+                return None
+            case AddRequests():
+                free = [prompt for prompt in message.prompts if prompt.constraint is None]
+                self._waiting += [
+                    (prompt, self._compiled(prompt.constraint.grammar))
+                    for prompt in message.prompts
+                    if prompt.constraint is not None
+                ]
+                return AddRequests(free) if free else None
+            case AbortRequests():
+                self._drop(set(message.uids))
+        return message
+
+    def _take_ready(self) -> tuple[list[ToEngine], bool]:
+        """Prompts whose grammar is compiled, and whether some were refused."""
+        if not any(grammar.done() for _, grammar in self._waiting):
+            return [], False
+        ready, refused, waiting = list[NewPrompt](), list[tuple[int, str]](), list[tuple[NewPrompt, Any]]()
+        for prompt, compiled in self._waiting:
+            if not compiled.done():
+                waiting.append((prompt, compiled))
+            elif problem := compiled.result().problem:
+                refused += [(request.uid, f"structured_outputs: {problem}") for request in prompt.requests]
+            else:
+                ready.append(self._begin(prompt, compiled.result().matcher))
+        self._waiting = waiting
+        if refused:
+            self.send(RequestsRefused(refused, "invalid_request"))
+        return [AddRequests(ready)] if ready else [], bool(refused)
+
+    def _begin(self, prompt: NewPrompt, matcher: Any) -> NewPrompt:
+        """The prompt as the ranks get it."""
+        assert prompt.constraint is not None
+        constraint = msgspec.structs.replace(prompt.constraint, grammar="")
+        for request in prompt.requests:
+            self._constraints.add(request.uid, matcher, constraint)
+        return msgspec.structs.replace(prompt, constraint=constraint)
+
+    def _drop(self, uids: set[int]) -> None:
+        left = [
+            (msgspec.structs.replace(prompt, requests=[new for new in prompt.requests if new.uid not in uids]), grammar)
+            for prompt, grammar in self._waiting
+        ]
+        self._waiting = [(prompt, grammar) for prompt, grammar in left if prompt.requests]
+        # Others' grammars needn't wait for those that nobody waits for any more.
+        wanted = {id(grammar) for _, grammar in self._waiting}
+        unwanted = {id(grammar) for _, grammar in left if id(grammar) not in wanted and grammar.cancel()}
+        for text in [text for text, grammar in self._grammars.items() if id(grammar) in unwanted]:
+            del self._grammars[text]
+
+    def _compiled(self, grammar: str) -> Future[_Grammar]:
+        compiled = self._grammars.get(grammar)
+        if compiled is None:
+            assert self._pool is not None, "a constrained prompt came before the vocabulary"
+            compiled = self._grammars[grammar] = self._pool.submit(self._compile, grammar)
+            if len(self._grammars) > MAX_KEPT:
+                self._grammars.popitem(last=False)
+        self._grammars.move_to_end(grammar)
+        return compiled
+
+    def _compile(self, grammar: str) -> _Grammar:
+        from llguidance import LLMatcher
+
+        check: GrammarCheck | None = getattr(self._local, "check", None)
+        if check is None:
+            check = self._local.check = GrammarCheck()
+            self._checks.append(check)
+        assert self._tokenizer is not None
+        if problem := check.problem(grammar):
+            return _Grammar(None, problem)
+        try:
+            tokenizer = self._tokenizer.result()
+        except ValueError as error:
+            return _Grammar(None, f"llguidance can't use this model's tokenizer: {shown(str(error))}")
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+        matcher.compute_bitmask()  # what it learns is copied with it
+        return _Grammar(matcher, shown(matcher.get_error()))
+
+
+def _tokenizer(vocabulary: SetVocabulary) -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_ids))

@@ -1,0 +1,172 @@
+"""What may come next in each constrained row: its grammar's state, and the mask of bits that it gives for a step.
+
+Rank 0 alone has it; the other ranks get the masks. A row's text follows its grammar from the first token on, or behind
+its reasoning. Where a grammar comes to a dead end, or to its limits, the row is made to end and reported as failed.
+Called by the scheduler; `compiling` gives it the grammars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from minisgl_batch.batch import IntArray
+from minisgl_batch.grammar_check import shown
+from minisgl_batch.messages import Constraint
+
+FAILED = "constraint_failed"
+"""The error type of rows whose grammar allows no way on."""
+
+
+class _Row:
+    """One row's place: in the lead, where reasoning may begin, in reasoning, or in the answer.
+
+    Attributes:
+        matcher: llguidance's LLMatcher, of the row itself once it was asked; a waiting row needs none of its own.
+        in_answer: the grammar takes every token.
+        is_free: everything is allowed: reasoning.
+        by_grammar: what the grammar allows is allowed, and
+        mark_tokens: these tokens are, as parts of a mark.
+        has_failed: it was reported.
+    """
+
+    def __init__(self, matcher: Any, constraint: Constraint) -> None:
+        self.matcher = matcher
+        self.is_asked = False
+        self.has_failed = self.in_answer = self.is_free = self.by_grammar = False
+        self.mark_tokens: list[int] = []
+        self._tail: tuple[int, ...] = ()  # of the lead, or of what may end reasoning
+        self._opening, self._closing = constraint.opening, constraint.closing
+        self._marks = [mark for mark in (constraint.opening, constraint.answering) if mark]
+        self._lead(())
+        if constraint.in_reasoning:
+            self._reason()
+        elif not self._marks:
+            self._answer()
+
+    def take(self, token: int) -> bool:
+        """The next token of a row that isn't in its answer yet; whether the grammar has to take it."""
+        tail = (*self._tail, token)
+        if self.is_free:
+            self._tail = tail[-len(self._closing) :]
+            if self._tail == self._closing:
+                self._answer()
+            return False
+        if tail == self._opening:
+            self._reason()
+        elif tail in self._marks or not self._begun(tail):
+            self._answer()
+        else:
+            self._lead(tail)
+            return False
+        return tail not in self._marks
+
+    def _lead(self, tail: tuple[int, ...]) -> None:
+        self._tail = tail
+        self.by_grammar = not tail
+        self.mark_tokens = [mark[len(tail)] for mark in self._begun(tail)]
+
+    def _reason(self) -> None:
+        self._tail = ()
+        self.is_free, self.by_grammar, self.mark_tokens = True, False, []
+
+    def _answer(self) -> None:
+        self.in_answer, self.is_free, self.by_grammar, self.mark_tokens = True, False, True, []
+
+    def _begun(self, tail: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [mark for mark in self._marks if mark[: len(tail)] == tail]
+
+
+class Constraints:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, _Row] = {}
+        self._failures: list[tuple[int, str]] = []
+        self._executor: Any = None
+        self._all = self._ends = np.empty(0, dtype=np.int32)
+
+    def set_vocabulary(self, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """Before the first row."""
+        from llguidance import LLExecutor
+
+        self._executor = LLExecutor()
+        self._all = _mask(vocab_size, range(vocab_size))
+        self._ends = _mask(vocab_size, eos_ids)
+
+    def add(self, uid: int, matcher: Any, constraint: Constraint) -> None:
+        """A row that is at its beginning, and so is the matcher, which others may have, too."""
+        self._rows[uid] = _Row(matcher, constraint)
+
+    def forget(self, uids: Iterable[int]) -> None:
+        """Rows that have ended; those without a constraint are passed over."""
+        for uid in uids:
+            self._rows.pop(uid, None)
+
+    def advance(self, uids: Sequence[int], tokens: Sequence[int]) -> None:
+        """The next tokens of rows that go on."""
+        consumed: list[tuple[Any, int]] = []
+        for uid, token in zip(uids, tokens, strict=True):
+            row = self._rows.get(uid)  # at a follower there is none
+            if row is not None and (row.in_answer or row.take(token)):
+                consumed.append((row.matcher, token))
+        if consumed:
+            self._executor.consume_token_par(consumed)  # one that fails shows it at the next mask
+
+    def fill(self, uids: Sequence[int], masks: IntArray) -> None:
+        """The masks of rows' next tokens.
+
+        Args:
+            uids: the rows; of one that has ended, any mask will do.
+            masks: (len(uids), num_words) int32, contiguous, to write to; as `minisgl_kernels.mask_logits` takes them.
+        """
+        asked: list[tuple[Any, int]] = []
+        marked: list[tuple[list[int], int]] = []
+        for line, uid in enumerate(uids):  # most rows are asked and nothing else
+            row = self._rows.get(uid)
+            if row is None or row.is_free:
+                masks[line] = self._all
+                continue
+            if row.by_grammar:
+                if not row.is_asked:
+                    row.matcher, row.is_asked = row.matcher.deep_copy(), True
+                asked.append((row.matcher, line))
+            else:
+                masks[line] = 0
+            if row.mark_tokens:
+                marked.append((row.mark_tokens, line))
+        if asked:
+            num_bytes = masks.shape[1] * masks.itemsize
+            self._executor.unsafe_compute_mask_ptr(asked, masks.ctypes.data, num_bytes, len(masks))
+        for tokens, line in marked:
+            for token in tokens:
+                _allow(masks[line], token)
+        for matcher, line in asked:
+            if matcher.is_error():
+                masks[line] = self._ends
+                self._fail(uids[line], matcher)
+
+    def take_failures(self) -> list[tuple[int, str]]:
+        """Rows that have failed since the last call, and why."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _fail(self, uid: int, matcher: Any) -> None:
+        row = self._rows[uid]
+        if not row.has_failed:
+            row.has_failed = True
+            why = f"no token can follow within the grammar ({shown(matcher.get_error())})"
+            self._failures.append((uid, f"structured_outputs: {why}"))
+
+
+def _mask(vocab_size: int, tokens: Sequence[int]) -> IntArray:
+    words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+    for token in tokens:
+        _allow(words, token)
+    return words
+
+
+def _allow(words: IntArray, token: int) -> None:
+    words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)

@@ -1,0 +1,296 @@
+"""Grammars on their way to the scheduler, and the masks of rows: as long as they reason, then by their grammar."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from minisgl_batch.grammar_check import TOO_COMPLEX, GrammarCheck, syntax_problem
+from minisgl_batch.messages import (
+    AbortRequests,
+    AddRequests,
+    Constraint,
+    NewPrompt,
+    NewRequest,
+    RequestsRefused,
+    SetVocabulary,
+    Shutdown,
+)
+from minisgl_batch.sampling_params import EngineSampling
+from minisgl_batch.scheduler import compiling
+from minisgl_batch.scheduler.compiling import CompilingSource
+from minisgl_batch.scheduler.constraints import Constraints
+from minisgl_batch.scheduler.source import LocalSource
+from minisgl_batch.structured_outputs import StructuredOutputsParams
+from minisgl_batch.tokenizer.detokenizer import make_detokenizer
+from minisgl_batch.tokenizer.grammar import make_grammar
+from tests.jobs.helpers import wait_for
+from tests.minisgl_batch.tokenizer.conftest import KINDS
+
+EOS = 0
+TOKENIZER = KINDS["byte_level"]()
+VOCAB = TOKENIZER.get_vocab_size()
+
+
+def grammar(**given: object) -> str:
+    return make_grammar(StructuredOutputsParams(**given))  # type: ignore[arg-type]
+
+
+def vocabulary(kind: str = "byte_level") -> SetVocabulary:
+    tokenizer = KINDS[kind]()
+    return SetVocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), (EOS,))
+
+
+def prompt(constraint: Constraint | None, *uids: int) -> NewPrompt:
+    return NewPrompt(b"\0" * 4, EngineSampling(max_tokens=9), [NewRequest(uid) for uid in uids], constraint)
+
+
+class World:
+    """Rank 0's source, which compiles, and what its frontend says and hears."""
+
+    def __init__(self) -> None:
+        self.frontend = LocalSource()
+        self.constraints = Constraints()
+        self.source = CompilingSource(self.frontend, self.constraints)
+
+    def say(self, *messages: object) -> None:
+        self.frontend.inbox.extend(messages)  # type: ignore[arg-type]
+
+    def add(self, *prompts: NewPrompt) -> None:
+        self.say(AddRequests(list(prompts)))
+
+    def uids(self, *, block: bool = False) -> list[int]:
+        """Requests that came."""
+        messages = [message for message in self.source.receive(block=block) if isinstance(message, AddRequests)]
+        return [new.uid for message in messages for prompt in message.prompts for new in prompt.requests]
+
+    def start(self, constraint: Constraint, uid: int = 0) -> None:
+        self.say(vocabulary())
+        self.add(prompt(constraint, uid))
+        assert self.uids(block=True) == [uid]
+
+    def allowed(self, uid: int = 0) -> set[int]:
+        masks = np.full((2, -(-VOCAB // 32)), 12345, dtype=np.int32)
+        self.constraints.fill([-1, uid], masks)
+        free, mask = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        assert np.flatnonzero(free).tolist() == list(range(VOCAB))
+        return set(np.flatnonzero(mask).tolist())
+
+    def ids(self, text: str) -> list[int]:
+        return TOKENIZER.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+
+    def advance(self, *tokens: int, uid: int = 0) -> None:
+        for token in tokens:
+            assert token in self.allowed(uid)
+            self.constraints.advance([uid], [token])
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.source.close()
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_unstripped"])
+def test_random_walks_are_texts_of_the_grammar(world: World, kind: str) -> None:
+    """For tokenizers as models have them; what can't be spelt with whole tokens is spelt with bytes."""
+    world.say(vocabulary(kind))
+    tokenizer = KINDS[kind]()
+    detokenizer, width = make_detokenizer(tokenizer), -(-tokenizer.get_vocab_size() // 32)
+    patterns = ["[a-z]{3,9}", "x( ?[a-c]){3}", "(quick|brown) fox\n", "é[\u0100-\u0400]{2}x", "👍|다람쥐!?"] * 3
+    uids = list(range(len(patterns)))
+    world.add(*(prompt(Constraint(grammar(regex=pattern)), uid) for uid, pattern in zip(uids, patterns, strict=True)))
+    came: list[int] = []
+    wait_for("the grammars", lambda: came.extend(world.uids()) or sorted(came) == uids)
+    texts: dict[int, list[int]] = {uid: [] for uid in uids}
+    while uids:
+        masks = np.zeros((len(uids), width), dtype=np.int32)
+        world.constraints.fill(uids, masks)
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        tokens = [random.choice(np.flatnonzero(row).tolist()) for row in bits]
+        going = [(uid, token) for uid, token in zip(uids, tokens, strict=True) if token != EOS]
+        uids = [uid for uid, _ in going]
+        world.constraints.advance(uids, [token for _, token in going])
+        for uid, token in going:
+            texts[uid].append(token)
+    assert not world.constraints.take_failures()
+    for uid, pattern in enumerate(patterns):
+        assert re.fullmatch(pattern, detokenizer.decode_full(texts[uid])), (pattern, texts[uid])
+
+
+def test_a_complete_text_can_only_end_and_one_at_a_dead_end_must(world: World) -> None:
+    world.start(Constraint(grammar(choice=["ab"])))
+    world.advance(*world.ids("ab"))
+    assert world.allowed() == {EOS}
+    assert not world.constraints.take_failures()
+    world.start(Constraint(grammar(grammar='start: "a" B\nB: /[^\\x00-\\U0010FFFF]/')), 1)
+    world.advance(*world.ids("a"), uid=1)
+    assert world.allowed(1) == {EOS}
+    ((uid, why),) = world.constraints.take_failures()
+    assert (uid, "no token can follow" in why) == (1, True)
+    assert world.allowed(1) == {EOS}
+    assert not world.constraints.take_failures()
+    world.constraints.forget([0, 1, 2])
+    assert len(world.allowed(1)) == VOCAB
+
+
+@pytest.mark.parametrize("in_reasoning", [True, False])
+def test_reasoning_is_free_and_the_answer_behind_it_is_not(world: World, in_reasoning: bool) -> None:
+    opening, closing = 7, 9
+    answer = world.ids("{")
+    world.start(Constraint(grammar(json_object=True), (opening,), (closing,), (), in_reasoning))
+    if not in_reasoning:
+        assert world.allowed() > {opening, *answer}
+        assert EOS not in world.allowed()
+        world.advance(opening)
+    assert len(world.allowed()) == VOCAB
+    world.advance(opening, 55, EOS, 200, closing)
+    assert opening not in world.allowed()
+    assert closing not in world.allowed()
+    world.advance(*answer)
+
+
+def test_requests_of_a_prompt_go_their_own_ways(world: World) -> None:
+    world.say(vocabulary())
+    world.add(prompt(Constraint(grammar(choice=["ab", "cd"])), 0, 1))
+    assert world.uids(block=True) == [0, 1]
+    world.advance(*world.ids("ab"))
+    world.advance(*world.ids("c"), uid=1)
+    world.advance(*world.ids("d"), uid=1)
+    world.add(prompt(Constraint(grammar(choice=["ab", "cd"])), 2))
+    assert world.uids() == [2]
+    world.advance(*world.ids("a"), uid=2)
+    assert world.allowed() == world.allowed(1) == {EOS} != world.allowed(2)
+
+
+def test_a_text_may_do_without_reasoning(world: World) -> None:
+    world.start(Constraint(grammar(choice=["no"]), (7,), (9,)))
+    world.advance(*world.ids("no"))
+    assert world.allowed() == {EOS}
+
+
+def test_marks_of_several_tokens(world: World) -> None:
+    """As gpt-oss has them: both what begins reasoning and what begins an answer without begin alike."""
+    opening, closing, answering = (5, 6, 7), (8, 5, 9), (5, 9)
+    constraint = Constraint(grammar(choice=["no"]), opening, closing, answering)
+    first = {5} | {token for token in range(VOCAB) if TOKENIZER.id_to_token(token) in ("n", "no")}
+    for uid, reasoning in enumerate([[], [33, 8, 5, 8, 5, 9]]):
+        world.start(constraint, uid)
+        assert world.allowed(uid) == first
+        world.advance(5, uid=uid)
+        assert world.allowed(uid) == {6, 9}
+        if reasoning:
+            world.advance(6, uid=uid)
+            assert world.allowed(uid) == {7}
+            world.advance(7, *reasoning, uid=uid)
+        else:
+            world.advance(9, uid=uid)
+        assert world.allowed(uid) == first - {5}
+
+
+def test_no_row_waits_for_anothers_grammar(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, go_on = grammar(regex="slow"), threading.Event()
+    monkeypatch.setattr(compiling, "GrammarCheck", lambda: _FakeCheck(lambda text: text != slow or go_on.wait(60)))
+    world.say(vocabulary())
+    world.add(
+        prompt(Constraint(slow), 1, 2),
+        prompt(None, 3),
+        prompt(Constraint(grammar(regex="fast")), 4),
+        prompt(Constraint(slow), 5),
+    )
+    came: list[int] = []
+    wait_for("what needn't wait", lambda: came.extend(world.uids()) or came == [3, 4])
+    world.add(prompt(Constraint(grammar(regex="fast")), 6))
+    assert world.uids() == [6]  # at once: its grammar is known
+    abort = AbortRequests([2, 5])
+    world.say(abort, Shutdown())
+    assert world.source.receive(block=True) == [abort, Shutdown()]
+    go_on.set()
+    assert world.uids(block=True) == [1]
+
+
+def test_what_nobody_waits_for_isnt_compiled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    go_on = threading.Event()
+    monkeypatch.setattr(compiling, "NUM_THREADS", 1)
+    monkeypatch.setattr(
+        compiling, "GrammarCheck", lambda: _FakeCheck(lambda text: checked.append(text) or go_on.wait(60))
+    )
+    grammars = [grammar(regex=text) for text in ("slow", "aborted", "shared", "aborted")]
+    world.say(vocabulary())
+    world.add(*(prompt(Constraint(text), uid) for uid, text in enumerate(grammars)))
+    world.add(prompt(Constraint(grammars[2]), 4))
+    abort = AbortRequests([0, 1, 2, 3])
+    world.say(abort)
+    assert world.source.receive(block=False) == [abort]
+    go_on.set()
+    assert world.uids(block=True) == [4]
+    assert checked in ([grammars[0], grammars[2]], [grammars[2]])  # the first may be under way by then
+    world.add(prompt(Constraint(grammars[1]), 5))
+    assert world.uids(block=True) == [5]
+
+
+def test_what_cant_be_used_is_refused_and_says_why(world: World) -> None:
+    world.say(vocabulary())
+    world.add(prompt(Constraint(grammar(regex="(a")), 1, 2))
+    assert world.source.receive(block=True) == []  # so that the caller hears of it
+    message = world.frontend.outbox.popleft()
+    assert isinstance(message, RequestsRefused)
+    assert message.error_type == "invalid_request"
+    assert [uid for uid, _ in message.refused] == [1, 2]
+    assert "structured_outputs: " in message.refused[0][1]
+    assert "unclosed group" in message.refused[0][1]
+
+
+def test_tokenizers_that_cant_be_used_are_named(world: World) -> None:
+    world.say(vocabulary("word_piece"))
+    world.add(prompt(Constraint(grammar(regex="a")), 1))
+    assert world.source.receive(block=True) == []
+    message = world.frontend.outbox.popleft()
+    assert isinstance(message, RequestsRefused)
+    assert "this model's tokenizer" in message.refused[0][1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "given"),
+    [
+        ({"cpu_s": 0.2}, {"json": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}}),
+        ({"memory_bytes": 16 << 20}, {"json": {"type": "integer", "multipleOf": 99991}}),
+    ],
+)
+def test_a_check_ends_whatever_it_checks(limits: dict[str, float], given: dict[str, object]) -> None:
+    check = GrammarCheck(**limits)  # type: ignore[arg-type]
+    assert syntax_problem(grammar(**given)) == ""
+    assert check.problem(grammar(**given)) == TOO_COMPLEX
+    assert check.problem(grammar(regex="a+")) == ""  # by another process
+    assert "unclosed group" in check.problem(grammar(regex="(a"))
+    check.close()
+
+
+def test_a_check_that_others_kill_is_made_again() -> None:
+    check = GrammarCheck()
+    assert check.problem(grammar(regex="a+")) == ""
+    assert check._process is not None
+    os.kill(check._process.pid, signal.SIGKILL)
+    assert check.problem(grammar(regex="b+")) == ""
+    check.close()
+
+
+class _FakeCheck:
+    def __init__(self, wait: Callable[[str], object]) -> None:
+        self._wait = wait
+
+    def problem(self, text: str) -> str:
+        self._wait(text)
+        return ""
+
+    def close(self) -> None:
+        pass
