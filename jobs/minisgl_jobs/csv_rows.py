@@ -23,7 +23,7 @@ class CsvFile:
         InvalidInputError: it has no header, or lacks a column.
     """
 
-    def __init__(self, lines: Input, *, wanted: Mapping[str, str], keep: Sequence[str]) -> None:
+    def __init__(self, lines: Input, *, wanted: Mapping[str, str], keep: Sequence[str], settings: bool = True) -> None:
         """Arguments as `TableFile`."""
         csv.field_size_limit(MAX_LINE_BYTES)  # of this process; the default of 128 KiB refuses long documents
         self.line = 0
@@ -32,8 +32,8 @@ class CsvFile:
         self._text = self._decoded()
         self._records = csv.reader(self._text, delimiter=_separator(lines.head()), strict=True)
         self._columns = self._header()
-        check_columns(lines.name, self._columns, wanted, keep)
-        self._used = [*wanted, *settings_columns(self._columns, wanted)]
+        check_columns(lines.name, self._columns, wanted, keep, settings=settings)
+        self._used = [*wanted, *(settings_columns(self._columns, wanted) if settings else ())]
         self._keep = keep
         self.position = lines.position
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 from minisgl_batch._version import __version__
 from minisgl_batch.errors import OutputError, OutputLostError, OutputTakenError, SchemaVersionError
 from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.words import count
 from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, decode_record
 from minisgl_jobs.owner import ASIDE, OWNER, claim_output, output_owner, release_output
 from minisgl_jobs.parts import (
@@ -59,6 +60,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         reason: why a failed job failed.
         epoch: 0, and one more for each retry.
         num_ok, num_errors: rows by outcome.
+        num_cut: texts that ended for their length, by `max_tokens` or the context.
         prompt_tokens, cached_tokens, completion_tokens: of all results; cached ones are among the prompts'.
         finished_at: when the last part was there.
         chat: as in `JobSpec`.
@@ -77,6 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
     num_ok: int
     num_errors: int
+    num_cut: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -124,6 +127,7 @@ def make_manifest(
         num_rows=spec.num_rows,
         num_ok=num_ok,
         num_errors=num_errors,
+        num_cut=sum(part.info.num_cut for part in parts),
         **{name: sum(getattr(part.info, name) for part in parts) for name in TOKEN_COUNTS},
         seed=spec.seed,
         sampling=spec.params,
@@ -143,7 +147,7 @@ def make_manifest(
     if foreign:
         raise OutputError(f"{spec.output} holds parts of another job, such as {foreign[0]}")
     if manifest.is_complete and (missing := missing_chunks(spec, parts)):
-        raise OutputError(f"{spec.output} lacks {len(missing)} parts, the first is {part_name(missing[0])}")
+        raise OutputError(f"{spec.output} lacks {count(len(missing), 'part')}, the first is {part_name(missing[0])}")
     return manifest
 
 
@@ -286,7 +290,7 @@ def check_output(folder: Place, *, job_id: str = "", overwrite: bool = False) ->
         what = "a dataset" if MANIFEST in names else "parts of a job that isn't finished"
         if owner:
             what = f"the output of job {owner}, which hasn't ended"
-        raise OutputTakenError(f"{folder} holds {what}: choose another folder, or overwrite it with --overwrite")
+        raise OutputTakenError(f"{folder} holds {what}: choose another folder, or overwrite it with `overwrite`")
     if isinstance(folder, RemotePath):
         return  # who may write there shows when the folder is claimed
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -91,6 +91,11 @@ def kind(value: Any) -> str:
     return names.get(type(value), type(value).__name__)
 
 
+def as_text(value: Any) -> str:
+    """What to do about a value that must be a string."""
+    return f'write it in quotes: "{show(value)}"' if isinstance(value, bool | int | float) else "give a text"
+
+
 def _printable(text: str) -> str:
     if len(text) > _MAX_CELL_CHARS:
         text = f"{text[:_MAX_CELL_CHARS]}..."

@@ -19,6 +19,7 @@ from minisgl_batch.errors import (
     OutputLostError,
     OutputNotAllowedError,
 )
+from minisgl_batch.words import count
 from minisgl_jobs.dataset import Manifest, check_dataset, finish_dataset, make_manifest, missing_chunks
 from minisgl_jobs.kept import add_columns, columns_of
 from minisgl_jobs.model import JobState
@@ -90,7 +91,8 @@ def finalise(outbox: Outbox, job_id: str, epoch: int, *, roots: AllowedRoots | N
     rows = None if manifest.state.is_complete else (manifest.num_ok, manifest.num_errors)
     outbox.finish(job_id, epoch, manifest.state, error=manifest.reason or "", rows=rows)
     logger.info(
-        "job %s is %s: %d rows ok, %d errors", job_id, manifest.state.value, manifest.num_ok, manifest.num_errors
+        "job %s is %s: %s ok, %d failed",
+        *(job_id, manifest.state.value, count(manifest.num_ok, "row"), manifest.num_errors),
     )
     return manifest.state
 

@@ -210,7 +210,7 @@ def open_records(
     lines = open_input(path, name, pipes=pipes)
     try:
         if name.lower().endswith(_CSV_NAMES) or csv_separator(lines.head()) is not None:
-            return CsvFile(lines, wanted=columns.wanted, keep=columns.keep)
+            return CsvFile(lines, wanted=columns.wanted, keep=columns.keep, settings=columns.settings)
         return JsonLines(lines)
     except BaseException:
         lines.close()

@@ -83,7 +83,7 @@ class KeptRows:
             return bytes(pa.schema(fields).serialize())
         for column, kinds in zip(self._columns, self._kinds, strict=True):
             if not kinds:
-                raise InvalidInputError(f"no row has {column!r}, which --keep-columns names")
+                raise InvalidInputError(f"no row has {column!r}, which `keep_columns` names")
         fields = [pa.field(name, _common_type(kinds)) for name, kinds in zip(names, self._kinds, strict=True)]
         return bytes(pa.schema(fields, metadata={_AS_JSON: b"1"}).serialize())
 
@@ -97,7 +97,7 @@ def output_names(columns: Sequence[str]) -> list[str]:
     taken = set(result_schema(OPTIONAL_COLUMNS).names)
     names = [f"input_{column}" if column in taken else column for column in columns]
     if len(set(names)) != len(names):
-        raise InvalidInputError(f"--keep-columns gives two columns of the output the same name: {', '.join(names)}")
+        raise InvalidInputError(f"`keep_columns` gives two columns of the output the same name: {', '.join(names)}")
     return names
 
 

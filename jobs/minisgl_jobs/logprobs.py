@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 
 from minisgl_jobs.model import TokenLogprobs
 
-_TOKEN = [pa.field("token", pa.string()), pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
+# Texts of a chunk may come to more than 2 GiB, which is where the offsets of plain strings end.
+_TOKEN = [pa.field("token", pa.large_string()), pa.field("token_id", pa.int32()), pa.field("logprob", pa.float32())]
 _TOP_TYPE = pa.list_(pa.struct(_TOKEN))
 LOGPROBS_TYPE = pa.list_(pa.struct([*_TOKEN, pa.field("top_logprobs", _TOP_TYPE)]))
 """One entry for each token, named as in the OpenAI API; null for a prompt's first token."""
@@ -44,7 +45,7 @@ def logprobs_to_array(records: Sequence[TokenLogprobs | None]) -> pa.Array:
         top_values += record.top_logprobs
         texts |= record.texts
     offsets.append(len(is_gap))
-    known = pa.array(list(texts), pa.int32()), pa.array(list(texts.values()), pa.string())
+    known = pa.array(list(texts), pa.int32()), pa.array(list(texts.values()), pa.large_string())
     tops = pa.StructArray.from_arrays(_token_arrays(top_ids, top_values, *known), fields=_TOKEN)
     lists = pa.ListArray.from_arrays(pa.array(top_offsets, pa.int32()), tops)
     fields = list(LOGPROBS_TYPE.value_type)

@@ -6,17 +6,21 @@ Parquet or torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from minisgl_batch.choices import ChoiceScore
 from minisgl_batch.errors import SchemaVersionError
 from minisgl_batch.reasoning import Reasoning, find_reasoning
 from minisgl_batch.sampling_params import SamplingParams
 
 _Record = TypeVar("_Record")
 
+# Raised by the first change after a release that makes records which that release would misread: also by a new field,
+# which it would drop. Between two releases it stays, as nobody runs a part of each.
 SCHEMA_VERSION = 1
 MAX_CHUNK_ROWS = 256
 
@@ -97,6 +101,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         submitted_at: Unix seconds, the client's clock.
         token_ids: write the `output_token_ids` column.
         logprobs, prompt_logprobs: write these columns, since the job or a row asks for them.
+        choices: write this column, since the job or a row has some.
         reasoning: write the columns `reasoning_text` and `raw_text`, since the job or a row asks for them.
         chat: whether the rows (the first one, if they differ) are chat messages: the shape of OpenAI output.
         input: what was read.
@@ -118,6 +123,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     token_ids: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
+    choices: bool = False
     reasoning: bool = False
     chat: bool = False
     input: InputInfo = InputInfo()
@@ -137,6 +143,7 @@ class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
             "output_token_ids": self.token_ids,
             "logprobs": self.logprobs,
             "prompt_logprobs": self.prompt_logprobs,
+            "choices": self.choices,
             "reasoning_text": self.reasoning,
             "raw_text": self.reasoning,
         }
@@ -194,6 +201,8 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of n tokens that follow each other, with the k most probable ones in the place of each.
 
+    A sequence of `{"token": ..., "token_id": ..., "logprob": ..., "top_logprobs": [...]}`, as in the dataset's column.
+
     Attributes:
         token_ids, logprobs: (n,) little-endian int32 and float32.
         top_ids, top_logprobs: (n, k) little-endian int32 and float32, the most probable first.
@@ -208,8 +217,32 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     texts: dict[int, str]
     has_gap: bool = False
 
+    def __post_init__(self) -> None:
+        num_tokens, num_top = len(self.token_ids) // 4, len(self.top_ids) // 4
+        sizes = [len(values) for values in (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs)]
+        if sizes != [4 * num_tokens] * 2 + [4 * num_top] * 2 or num_top % max(1, num_tokens):
+            raise ValueError(f"log-probabilities of {sizes} bytes don't belong together")
+        known = self.texts.keys()
+        if not (known >= {*memoryview(self.token_ids).cast("i")} and known >= {*memoryview(self.top_ids).cast("i")}):
+            raise ValueError("log-probabilities of tokens without a text")
+
+    def __len__(self) -> int:
+        return len(self.token_ids) // 4 + self.has_gap
+
+    def __iter__(self) -> Iterator[dict[str, Any] | None]:
+        return iter(self.as_list())
+
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        position = range(len(self))[index] - self.has_gap
+        if position < 0:
+            return None
+        num_top = len(self.top_ids) // max(1, len(self.token_ids))
+        here, tops = slice(4 * position, 4 * position + 4), slice(4 * num_top * position, 4 * num_top * (position + 1))
+        parts = (self.token_ids[here], self.logprobs[here], self.top_ids[tops], self.top_logprobs[tops])
+        return TokenLogprobs(*parts, self.texts).as_list()[0]
+
     def as_list(self) -> list[dict[str, Any] | None]:
-        """An entry for each token, as in the column of the dataset."""
+        """All entries at once."""
         token_ids, top_ids = (memoryview(data).cast("i").tolist() for data in (self.token_ids, self.top_ids))
         logprobs, top_logprobs = (memoryview(data).cast("f").tolist() for data in (self.logprobs, self.top_logprobs))
         tops = [self._entry(*pair) for pair in zip(top_ids, top_logprobs, strict=True)]
@@ -227,7 +260,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """One finished sample of a row: a line of the result dataset (timestamps in Unix seconds).
 
-    With `raw_text`, `text` and `reasoning_text` are what it was split into.
+    With `raw_text`, `text` and `reasoning_text` are what it was split into. With `choices`, `text` is the best of them.
     """
 
     row_index: int
@@ -253,6 +286,7 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: str = ""
     reasoning_text: str | None = None
     raw_text: str | None = None
+    choices: list[ChoiceScore] | None = None
 
     @property
     def whole_text(self) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from minisgl_batch.other_fields import nearest
 from minisgl_jobs.faults import FieldError, kind, show
-from minisgl_jobs.fields import ROW_FIELDS, nearest
+from minisgl_jobs.fields import ROW_FIELDS
 from minisgl_jobs.prompts import check_token_ids
 from minisgl_jobs.settings import refuse_unknown
 

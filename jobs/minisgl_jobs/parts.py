@@ -46,6 +46,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
         input_sha256: `chunk_sha256` of the rows they answer; resume goes by it.
         num_rows: result rows in the part.
         num_failed: input rows with an error among them.
+        num_cut: result rows that ended for their length.
         is_whole: whether all rows of the chunk are there, as they are not where a job was canceled.
         prompt_tokens, cached_tokens, completion_tokens: of all of them together.
         schema_version: of the columns.
@@ -57,6 +58,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     input_sha256: str
     num_rows: int
     num_failed: int = 0
+    num_cut: int = 0
     is_whole: bool = True
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -93,7 +95,7 @@ def write_part(
 ) -> Place:
     """Write a part under its pending name; on return it is on disk. The folder is made if it isn't there.
 
-    The counts of tokens and failed rows in `info` are taken from the table.
+    The counts of tokens, failed and cut rows in `info` are taken from the table.
 
     Args:
         roots: what may be written, looked at once more when all is ready; by default everything.
@@ -109,7 +111,8 @@ def write_part(
     path = folder / pending_name(info.chunk, info.epoch, token)
     info = msgspec.structs.replace(info, **{name: pc.sum(table[name]).as_py() or 0 for name in TOKEN_COUNTS})
     failed = table.filter(pc.equal(table["status"], "error"))["row_index"]
-    info = msgspec.structs.replace(info, num_failed=pc.count_distinct(failed).as_py())
+    num_cut = pc.sum(pc.equal(table["finish_reason"], "length")).as_py() or 0
+    info = msgspec.structs.replace(info, num_failed=pc.count_distinct(failed).as_py(), num_cut=num_cut)
     described = table.replace_schema_metadata({_METADATA_KEY: msgspec.json.encode(info)})
     with _writing(path, table.nbytes):
         make_folder(folder)

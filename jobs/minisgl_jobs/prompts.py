@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from minisgl_batch.other_fields import nearest
 from minisgl_batch.sampling_params import MAX_TOKEN_ID
-from minisgl_jobs.faults import FieldError, kind, show
-from minisgl_jobs.fields import MESSAGE_FIELDS, ROLES, nearest
+from minisgl_jobs.faults import FieldError, as_text, kind, show
+from minisgl_jobs.fields import MESSAGE_FIELDS, ROLES
 from minisgl_jobs.jsonl import nested_too_deeply
 
 _PLAIN_MESSAGE = {"role", "content"}
@@ -22,7 +23,7 @@ _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]]
 def check_prompt(value: Any, field: str) -> str:
     """A prompt's text, as it is."""
     if not isinstance(value, str):
-        hint = "write one row for each prompt" if isinstance(value, list) else "write it in quotes"
+        hint = "write one row for each prompt" if isinstance(value, list) else as_text(value)
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             hint = "give token ids as prompt_token_ids"
         raise FieldError(field, f"must be a string, not {kind(value)}", hint)
@@ -82,7 +83,8 @@ def _check_rare_message(message: dict[str, Any], role: str, content: Any, path: 
         _check_tool_calls(checked["tool_calls"], role, f"{path}.tool_calls")
     for field in ("name", "tool_call_id", "reasoning_content", "refusal"):
         if not isinstance(checked.get(field, ""), str):
-            raise FieldError(f"{path}.{field}", f"must be a string, not {kind(checked[field])}", "write it in quotes")
+            value = checked[field]
+            raise FieldError(f"{path}.{field}", f"must be a string, not {kind(value)}", as_text(value))
     if content is None and checked.get("tool_calls"):
         return checked
     if content is None:
@@ -95,7 +97,7 @@ def _check_rare_message(message: dict[str, Any], role: str, content: Any, path: 
 
 def _join_parts(parts: Any, path: str) -> str:
     if not isinstance(parts, list):
-        raise FieldError(path, f"must be a string or a list of text parts, not {kind(parts)}", "write it in quotes")
+        raise FieldError(path, f"must be a string or a list of text parts, not {kind(parts)}", as_text(parts))
     texts: list[str] = []
     for i, part in enumerate(parts):
         if not isinstance(part, dict) or not isinstance(part_type := part.get("type"), str):
@@ -103,7 +105,7 @@ def _join_parts(parts: Any, path: str) -> str:
         if part_type != "text":
             raise FieldError(f"{path}[{i}].type", f"is {show(part_type)}; only text is supported", "remove the part")
         if not isinstance(text := part.get("text"), str):
-            raise FieldError(f"{path}[{i}].text", f"must be a string, not {kind(text)}", "write it in quotes")
+            raise FieldError(f"{path}[{i}].text", f"must be a string, not {kind(text)}", as_text(text))
         texts.append(text)
     return "\n".join(texts)
 

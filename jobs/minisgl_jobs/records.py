@@ -13,13 +13,23 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import pyarrow as pa
 
 from minisgl_batch.errors import InvalidInputError
+from minisgl_batch.other_fields import nearest
 from minisgl_jobs.faults import FieldError
-from minisgl_jobs.fields import PROMPT_FIELDS, ROW_FIELDS, SAMPLING_FIELDS, nearest
+from minisgl_jobs.fields import PARAM_FIELDS, PROMPT_COLUMNS, PROMPT_FIELDS, ROW_FIELDS
 from minisgl_jobs.model import InputInfo
 
 _TEXTS = {"custom_id", "model", "prompt"}
 _STRINGS = {"stop", "bad_words"}  # one, or a list in JSON
-_JSON_TEXTS = {"messages", "prompt_token_ids", "logit_bias", "tools", "chat_template_kwargs"}
+_JSON_TEXTS = {
+    "chat_template_kwargs",
+    "choices",
+    "logit_bias",
+    "messages",
+    "prompt_token_ids",
+    "response_format",
+    "structured_outputs",
+    "tools",
+}
 _MAX_COLUMNS_NAMED = 12
 
 
@@ -64,7 +74,9 @@ class RecordFile(Protocol):
     def close(self) -> None: ...
 
 
-def check_columns(name: str, columns: Collection[str], wanted: Mapping[str, str], keep: Collection[str]) -> None:
+def check_columns(
+    name: str, columns: Collection[str], wanted: Mapping[str, str], keep: Collection[str], *, settings: bool = True
+) -> None:
     """Make sure that a table can be used before any of its rows is looked at.
 
     Args:
@@ -73,21 +85,32 @@ def check_columns(name: str, columns: Collection[str], wanted: Mapping[str, str]
         wanted: column that makes the prompts -> the option that names it; without any, one must be called as a row's
             field.
         keep: columns that are copied to the output.
+        settings: whether columns mean something by their names.
 
     Raises:
-        InvalidInputError: a column is missing.
+        InvalidInputError: a column is missing, or is called almost as a setting.
     """
     shown = ", ".join(list(columns)[:_MAX_COLUMNS_NAMED]) + (", ..." if len(columns) > _MAX_COLUMNS_NAMED else "")
-    for column, option in {**dict.fromkeys(keep, "--keep-columns"), **wanted}.items():
+    for column, option in {**dict.fromkeys(keep, "`keep_columns`"), **wanted}.items():
         if column not in columns:
             near = nearest(column, frozenset(columns), cutoff=0.7)
             hint = f"; did you mean {near}?" if near else ""
             raise InvalidInputError(f"{name} has no column {column!r}, which {option} names; it has {shown}{hint}")
     if not wanted and not any(field in columns for field in PROMPT_FIELDS):
+        likely = [(column, near) for column in columns if (near := nearest(column, frozenset(PROMPT_COLUMNS)))]
+        hint = "".join(f"; did you mean {PROMPT_COLUMNS[near]} {column}?" for column, near in likely[:1])
         raise InvalidInputError(
             f"{name} has none of the columns {', '.join(PROMPT_FIELDS)}; it has {shown}: name one with "
-            "--prompt-column or --messages-column, or make prompts with --template"
+            f"`prompt_column` or `messages_column`, or make prompts with `template`{hint}"
         )
+    for column in columns if settings else ():
+        if column in ROW_FIELDS or column in wanted or column in keep:
+            continue
+        if near := nearest(column, PARAM_FIELDS, cutoff=0.9):
+            raise InvalidInputError(
+                f"{name}: column {column!r} isn't a known field; did you mean {near}? Otherwise rename it, or copy it "
+                f"to the output: `keep_columns` {column}"
+            )
 
 
 def settings_columns(columns: Collection[str], wanted: Collection[str]) -> list[str]:
@@ -105,16 +128,20 @@ def tidy(column: str, value: Any, *, is_text: bool) -> Any:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, str):
-        if column in _JSON_TEXTS or (column in SAMPLING_FIELDS and (is_text or column in _STRINGS)):
-            return _parsed(column, value)
+        if column in _JSON_TEXTS or column in _STRINGS or (column in PARAM_FIELDS and is_text):
+            return _whole(_parsed(column, value))
         if column in ("metadata", "sampling_params"):
             return _parsed(column, value) if value else None
         return None if is_text and not value and column in ROW_FIELDS and column != "prompt" else value
-    if isinstance(value, float) and column in SAMPLING_FIELDS and value.is_integer():
-        return int(value)
+    if column in PARAM_FIELDS:
+        value = _whole(value)
     if column in _TEXTS and isinstance(value, int):
         return str(value)
     return without_nulls(value)
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def without_nulls(value: Any) -> Any:
@@ -130,6 +157,8 @@ def _parsed(column: str, text: str) -> Any:
         return None
     if column in _STRINGS and not text.startswith("["):
         return text
+    if text in ("True", "False"):  # as Python writes them
+        return text == "True"
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -9,14 +9,26 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
+from minisgl_batch.choices import ChoiceScore
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.logprobs import LOGPROBS_TYPE, logprobs_of, logprobs_to_array
 from minisgl_jobs.model import Row, RowError, RowResult
 
 _TIMESTAMP = pa.timestamp("us", tz="UTC")
 
+_CHOICES_TYPE = pa.list_(
+    pa.struct(
+        [
+            pa.field("text", pa.string()),
+            pa.field("logprob", pa.float64()),
+            pa.field("num_tokens", pa.int32()),
+            pa.field("is_greedy", pa.bool_()),
+        ]
+    )
+)
 _SCHEMA = pa.schema(
     [
         pa.field("row_index", pa.int64(), nullable=False),
@@ -34,6 +46,7 @@ _SCHEMA = pa.schema(
         pa.field("output_token_ids", pa.list_(pa.int32())),
         pa.field("logprobs", LOGPROBS_TYPE),
         pa.field("prompt_logprobs", LOGPROBS_TYPE),
+        pa.field("choices", _CHOICES_TYPE),
         pa.field("seed", pa.int64()),
         pa.field("error_type", pa.string()),
         pa.field("error_message", pa.string()),
@@ -48,7 +61,7 @@ _SCHEMA = pa.schema(
 
 
 _LOGPROBS = ("logprobs", "prompt_logprobs")
-OPTIONAL_COLUMNS = frozenset({"output_token_ids", *_LOGPROBS, "reasoning_text", "raw_text"})
+OPTIONAL_COLUMNS = frozenset({"output_token_ids", *_LOGPROBS, "choices", "reasoning_text", "raw_text"})
 
 
 def result_schema(optional: Collection[str] = ()) -> pa.Schema:
@@ -65,6 +78,7 @@ def results_to_table(results: Iterable[RowResult], optional: Collection[str] = (
         "text": [r.text if r.error is None or r.text else None for r in ordered],
         "error_type": [r.error.type if r.error else None for r in ordered],
         "error_message": [r.error.message if r.error else None for r in ordered],
+        "choices": [None if r.choices is None else msgspec.to_builtins(r.choices) for r in ordered],
         "queued_at": [_micros(r.queued_at) for r in ordered],
         "started_at": [_micros(r.started_at) for r in ordered],
         "finished_at": [_micros(r.finished_at) for r in ordered],
@@ -98,6 +112,8 @@ def table_to_results(table: pa.Table) -> Iterator[RowResult]:
                 record[name] = record[name] or ""
             for name in ("queued_at", "started_at", "finished_at"):
                 record[name] = record[name] / 1e6 if record[name] is not None else None
+            if record.get("choices") is not None:
+                record["choices"] = [ChoiceScore(**choice) for choice in record["choices"]]
             record["queued_at"], record["finished_at"] = record["queued_at"] or 0.0, record["finished_at"] or 0.0
             yield RowResult(**record, error=RowError(error_type, error_message) if error_type else None)
 
@@ -106,6 +122,8 @@ def samples_of(row: Row, defaults: SamplingParams) -> int:
     """How many samples a row of a job with `defaults` asks for; a row that is faulty from the start makes one."""
     if row.error is not None:
         return 1
+    if row.params.choices is not None:
+        return 1  # the job's `n` is for rows that generate
     return row.params.n or defaults.n or 1
 
 

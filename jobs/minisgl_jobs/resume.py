@@ -27,7 +27,7 @@ from minisgl_jobs.places import Place
 logger = logging.getLogger(__name__)
 
 ROWS = "rows"
-_WHAT_TO_DO = "choose another folder, or overwrite it with --overwrite"
+_WHAT_TO_DO = "choose another folder, or overwrite it with `overwrite`"
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from minisgl_batch.errors import Fault, InvalidInputError, InvalidParameterError
+from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.words import is_unicode
 from minisgl_jobs.custom_ids import CustomIdIndex
-from minisgl_jobs.faults import MAX_SHOWN, FaultLog, FieldError, describe_fault, kind, show
+from minisgl_jobs.faults import MAX_SHOWN, FaultLog, FieldError, as_text, describe_fault, kind, show
 from minisgl_jobs.fields import PROMPT_FIELDS
 from minisgl_jobs.inputs import Columns
 from minisgl_jobs.jsonl import parse_object
@@ -94,20 +95,22 @@ class ReadOptions:
             raise InvalidParameterError("settings", "can be left only beside a template, a prompt or a messages column")
         if "" in self.keep_columns or len(set(self.keep_columns)) != len(self.keep_columns):
             raise InvalidParameterError("keep_columns", "must be names of columns, each once")
+        if self.on_error not in ("fail", "record"):
+            raise InvalidParameterError("on_error", f"must be fail or record, got {self.on_error!r}")
         if self.limit is not None and self.limit < 1:
             raise InvalidParameterError("limit", f"must be at least 1, got {self.limit}")
         if self.system == "":
             raise InvalidParameterError("system", "is empty: give the system message, or leave it out")
         if self.system is not None and self.chat is False:
-            raise InvalidParameterError("system", "needs chat messages: leave out --no-chat, or --system")
+            raise InvalidParameterError("system", "needs chat messages: leave out `chat=False`, or `system`")
 
     @property
     def columns(self) -> Columns:
         """Which columns of a table are to be read."""
         if self.template is not None:
-            wanted = dict.fromkeys(sorted(PromptTemplate(self.template).names), "--template")
+            wanted = dict.fromkeys(sorted(PromptTemplate(self.template).names), "`template`")
         else:
-            given = {self.prompt_column: "--prompt-column", self.messages_column: "--messages-column"}
+            given = {self.prompt_column: "`prompt_column`", self.messages_column: "`messages_column`"}
             wanted = {column: option for column, option in given.items() if column is not None}
         return Columns(wanted, self.keep_columns, settings=self.settings)
 
@@ -134,11 +137,13 @@ class RowReader:
         file: str,
         options: ReadOptions | None = None,
         *,
+        defaults: SamplingParams | None = None,
         first_row: int = 0,
         is_whole: bool = True,
     ) -> None:
         """
         Args:
+            defaults: the job's parameters, which those of rows must suit; by default they aren't looked at.
             first_row: the index of the first row that is read.
             is_whole: whether rows are compared with earlier ones; not for a part of an input, which was checked whole.
         """
@@ -146,6 +151,7 @@ class RowReader:
         self.num_rows = first_row
         self.models: list[str] = []
         self._options = options or ReadOptions()
+        self._defaults = defaults
         self.faults = FaultLog(self._options.max_faults)
         self._template = PromptTemplate(self._options.template) if self._options.template is not None else None
         prompt, messages = self._options.prompt_column, self._options.messages_column
@@ -249,7 +255,7 @@ class RowReader:
             prompt=prompt,
             messages=messages,
             prompt_token_ids=token_ids,
-            params=read_params(body, prefix),
+            params=read_params(body, prefix, self._defaults),
             metadata=self._metadata(fields, record),
         )
 
@@ -274,7 +280,7 @@ class RowReader:
             return None, check_messages(value, path), None
         if given[0] == "prompt_token_ids":
             if self._options.system is not None:
-                raise FieldError(path, "can't take the job's system message", "give messages, or leave out --system")
+                raise FieldError(path, "can't take the job's system message", "give messages, or leave out `system`")
             return None, None, check_token_ids(value, path)
         prompt = check_prompt(value, path)
         return (None, [{"role": "user", "content": prompt}], None) if self._makes_chat else (prompt, None, None)
@@ -292,7 +298,7 @@ class RowReader:
         if model is None or model in self.models:
             return
         if not isinstance(model, str):
-            raise FieldError(f"{prefix}model", f"must be a string, not {kind(model)}", "write it in quotes")
+            raise FieldError(f"{prefix}model", f"must be a string, not {kind(model)}", as_text(model))
         if len(self.models) < MAX_MODELS_NOTED:
             self.models.append(model)
 

@@ -9,27 +9,21 @@ import json
 from typing import Any
 
 from minisgl_batch.errors import InvalidParameterError
-from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.other_fields import UNSUPPORTED, is_tolerated, nearest, unsupported_hint
+from minisgl_batch.sampling_params import WITH_CHOICES, SamplingParams
+from minisgl_batch.structured_outputs import StructuredOutputsParams, read_response_format
 from minisgl_batch.words import UNSAFE, one_line
-from minisgl_jobs.faults import FieldError, kind, show
-from minisgl_jobs.fields import (
-    PROMPT_COLUMNS,
-    PROMPT_FIELDS,
-    ROW_FIELDS,
-    SAMPLING_FIELDS,
-    UNSUPPORTED,
-    is_tolerated,
-    nearest,
-    unsupported_hint,
-)
+from minisgl_jobs.faults import FieldError, as_text, kind, show
+from minisgl_jobs.fields import PARAM_FIELDS, PROMPT_COLUMNS, PROMPT_FIELDS, ROW_FIELDS, SAMPLING_FIELDS
 from minisgl_jobs.jsonl import raw_text
 
-_PARAM_FIELDS = SAMPLING_FIELDS | {"max_completion_tokens", "top_logprobs", "sampling_params"}
-_STRING_FIELDS = ("stop", "bad_words", "truncate", "tools", "chat_template_kwargs", "logit_bias")
+_OTHER_NAMES = {"max_completion_tokens": "max_tokens", "response_format": "structured_outputs"}
 _PARAM_HINTS = {
+    "choices": 'write ["yes", "no"]; a column that is data is passed over with `settings=False`',
     "chat_template_kwargs": 'write {"enable_thinking": false}',
     "logit_bias": 'write {"50256": -100}, with token ids as names',
     "max_tokens": "leave it out for as many tokens as the model's context allows",
+    "structured_outputs": 'write {"json": {"type": "object", ...}}, {"regex": "..."} or {"choice": ["yes", "no"]}',
     "tools": 'write [{"type": "function", "function": {"name": ..., "parameters": ...}}]',
 }
 _NO_PARAMS = SamplingParams()
@@ -41,9 +35,7 @@ def read_custom_id(fields: dict[str, Any]) -> str:
     if custom_id is None:
         return ""
     if not isinstance(custom_id, str):
-        raise FieldError(
-            "custom_id", f"must be a string, not {kind(custom_id)}", f'write it in quotes: "{show(custom_id)}"'
-        )
+        raise FieldError("custom_id", f"must be a string, not {kind(custom_id)}", as_text(custom_id))
     unsafe = UNSAFE.search(custom_id)
     if not custom_id or unsafe:
         problem = f"holds {one_line(unsafe[0])}, which can't be printed" if unsafe else "is empty"
@@ -62,9 +54,13 @@ def read_metadata(fields: dict[str, Any], line: bytes | None, *path: str) -> str
     return json.dumps(metadata, ensure_ascii=False) if line is None else raw_text(line, *path, "metadata")
 
 
-def read_params(fields: dict[str, Any], prefix: str) -> SamplingParams:
-    """What the row says about sampling, at its own level and inside `sampling_params`; null is "not given"."""
-    if _PARAM_FIELDS.isdisjoint(fields):
+def read_params(fields: dict[str, Any], prefix: str, defaults: SamplingParams | None = None) -> SamplingParams:
+    """What the row says about sampling, at its own level and inside `sampling_params`; null is "not given".
+
+    Args:
+        defaults: the job's, which it must suit.
+    """
+    if PARAM_FIELDS.isdisjoint(fields):
         return _NO_PARAMS
     nested = fields.get("sampling_params")
     if nested is not None and not isinstance(nested, dict):
@@ -74,17 +70,15 @@ def read_params(fields: dict[str, Any], prefix: str) -> SamplingParams:
     origin: dict[str, str] = {}  # parameter -> where it stands in the row
 
     def take(field: str, value: Any, path: str) -> None:
-        name = "max_tokens" if field == "max_completion_tokens" else field
+        name = _OTHER_NAMES.get(field, field)
+        if field == "response_format":
+            value = _response_format(value, path)
         if name in given and given[name] != value:
             raise FieldError(path, f"contradicts {origin[name]}", "keep one of them")
         given[name], origin[name] = value, path
 
     for field, value in fields.items():
-        if (
-            value is not None
-            and field in _PARAM_FIELDS
-            and field not in ("sampling_params", "logprobs", "top_logprobs")
-        ):
+        if value is not None and field in PARAM_FIELDS and field not in ("sampling_params", "logprobs", "top_logprobs"):
             take(field, value, prefix + field)
     for field, value in _logprobs(fields, prefix).items():
         take("logprobs", value, prefix + field)
@@ -95,9 +89,25 @@ def read_params(fields: dict[str, Any], prefix: str) -> SamplingParams:
             if value is not None and field in SAMPLING_FIELDS:
                 take(field, value, path + field)
     try:
-        return SamplingParams(**given)
+        params = SamplingParams(**given)
     except InvalidParameterError as error:
-        raise FieldError(origin[error.field], error.reason, _params_hint(error.field, given[error.field])) from None
+        is_scored = "choices" in given and error.field not in WITH_CHOICES
+        hint = "leave it out" if is_scored else _params_hint(error.field, given[error.field])
+        raise FieldError(origin[error.field], error.reason, hint) from None
+    try:
+        params.over(defaults or _NO_PARAMS)
+    except InvalidParameterError as error:
+        path = origin.get(error.field, prefix + error.field)
+        raise FieldError(path, f"{error.reason} (with the job's options)", "change the row or the job") from None
+    return params
+
+
+def _response_format(value: Any, path: str) -> StructuredOutputsParams:
+    try:
+        return read_response_format(value)
+    except InvalidParameterError as error:
+        hint = 'write {"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
+        raise FieldError(path, error.reason, hint) from None
 
 
 def _logprobs(fields: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -113,18 +123,27 @@ def _logprobs(fields: dict[str, Any], prefix: str) -> dict[str, Any]:
             raise FieldError(
                 f"{prefix}top_logprobs", "says nothing without logprobs", 'write "logprobs": true beside it'
             )
-        return {}
+        return {} if asked is None else {"logprobs": False}
     if top is not None and top != asked:
         raise FieldError(f"{prefix}top_logprobs", f"contradicts {prefix}logprobs", 'write "logprobs": true beside it')
     return {"logprobs": asked}
 
 
 def _params_hint(field: str, value: Any) -> str:
-    if isinstance(value, str) and field not in _STRING_FIELDS:
+    if isinstance(value, str) and _is_good(field, value):
         return "write it without quotes"
     if field in _PARAM_HINTS:
         return _PARAM_HINTS[field]
     return "correct it, or leave it out for the job's default"
+
+
+def _is_good(field: str, text: str) -> bool:
+    """Whether what a text says would do."""
+    try:
+        SamplingParams(**{field: json.loads(text)})
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def refuse_unknown(fields: dict[str, Any], prefix: str, known: frozenset[str] = ROW_FIELDS) -> None:
@@ -139,7 +158,7 @@ def refuse_unknown(fields: dict[str, Any], prefix: str, known: frozenset[str] = 
             f"did you mean {near}? Otherwise move it under metadata" if near else "move it under metadata or remove it"
         )
         if near in PROMPT_COLUMNS and not prefix:
-            hint = f"did you mean {near}? Rename it, or say {PROMPT_COLUMNS[near]} {field} (or --template)"
+            hint = f"did you mean {near}? Rename it, or say {PROMPT_COLUMNS[near]} {field} (or `template`)"
         raise FieldError(prefix + field, "isn't a known field", hint)
 
 
@@ -154,9 +173,9 @@ def settings_beside_template(columns: dict[str, Any]) -> dict[str, Any]:
             raise FieldError(field, "stands beside a template", f"remove it, or use {{{field}}} in the template")
         if field in ROW_FIELDS or _makes_no_difference("", field, value, columns):
             continue
-        if near := nearest(field, _PARAM_FIELDS, cutoff=0.9):
+        if near := nearest(field, PARAM_FIELDS, cutoff=0.9):
             raise FieldError(field, "isn't a known field", f"did you mean {near}? Otherwise remove it")
-    return {field: value for field, value in columns.items() if field in _PARAM_FIELDS}
+    return {field: value for field, value in columns.items() if field in PARAM_FIELDS}
 
 
 def _makes_no_difference(prefix: str, field: str, value: Any, beside: dict[str, Any]) -> bool:

@@ -26,8 +26,15 @@ def encode_result(result: RowResult) -> bytes:
 
 
 def decode_result(encoded: bytes) -> RowResult:
-    """Undo `encode_result`."""
-    return _results.decode(encoded)
+    """Undo `encode_result`.
+
+    Raises:
+        QueueError: the record is damaged.
+    """
+    try:
+        return _results.decode(encoded)
+    except msgspec.DecodeError as error:
+        raise QueueError(f"spooled results are damaged: {error}") from error
 
 
 def sample_name(row_index: int, sample_index: int) -> str:

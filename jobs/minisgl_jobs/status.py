@@ -47,7 +47,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     trouble: str = ""
-    description: dict[str, str | int] = {}
+    description: dict[str, str | int | bool] = {}
 
 
 _worker_decoder = msgspec.msgpack.Decoder(WorkerInfo)

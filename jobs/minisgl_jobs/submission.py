@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from minisgl_batch.errors import InvalidParameterError, OutputError, UsageError
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
@@ -50,6 +50,7 @@ MAX_VALUE_BYTES = (
 )  # of payloads that hold rows; a larger job's rows stay where they are, if workers can read it
 _IN_MEMORY_BYTES = 16 << 20
 _MAX_STEM_CHARS = 40
+_COLUMN_FIELDS = ("logprobs", "prompt_logprobs", "split_reasoning", "choices")
 
 
 class Submission:
@@ -137,7 +138,7 @@ def prepare(
         UsageError: an argument has a value that can't be used; names it.
     """
     given_id, job_id = job_id, new_job_id(source) if job_id is None else job_id
-    _check_arguments(source, model, chunk_rows, seed, job_id)
+    _check_arguments(source, model, chunk_rows, seed, job_id, transport)
     folder = output_folder(output, job_id)
     level = _priority(priority)
     read, params = read or ReadOptions(), params or SamplingParams()
@@ -149,7 +150,8 @@ def prepare(
                 earlier.refuse(folder, f"{name} is {value} and was {old}")
         job_id, seed = earlier.job_id, earlier.seed
     check_output(folder, job_id=job_id, overwrite=overwrite or earlier is not None)
-    rows, info, uri = _read_all(source, read, chunk_rows, transport)
+    rows, info, uri = _read_all(source, read, params, chunk_rows, transport)
+    asked = rows.asked | _columns_of(params)
     spec = JobSpec(
         job_id=job_id,
         model=model,
@@ -162,13 +164,14 @@ def prepare(
         priority=level,
         submitted_at=time.time(),
         token_ids=token_ids,
-        logprobs="logprobs" in rows.asked or params.logprobs is not None,
-        prompt_logprobs="prompt_logprobs" in rows.asked or params.prompt_logprobs is not None,
+        logprobs="logprobs" in asked,
+        prompt_logprobs="prompt_logprobs" in asked,
+        choices="choices" in asked,
         chat=rows.examples[0].messages is not None,
         input=info,
         rows_sha256=rows.sha256,
         reference=_reference(uri, read) if rows.is_reference else None,
-        reasoning="split_reasoning" in rows.asked or bool(params.split_reasoning),
+        reasoning="split_reasoning" in asked,
         kept=rows.kept,
     )
     try:
@@ -180,13 +183,13 @@ def prepare(
 
 
 def _read_all(
-    source: Source, read: ReadOptions, chunk_rows: int, transport: Transport
+    source: Source, read: ReadOptions, params: SamplingParams, chunk_rows: int, transport: Transport
 ) -> tuple[_CheckedRows, InputInfo, str]:
     """All rows, what was read, and where workers find it, "" if they can't."""
     if not isinstance(source, str | os.PathLike):
-        return _CheckedRows("rows", object_lines(source), read, chunk_rows, transport), InputInfo(), ""
+        return _CheckedRows("rows", object_lines(source), read, params, chunk_rows, transport), InputInfo(), ""
     with open_source(source, read.columns) as records:
-        rows = _CheckedRows(records.name, records, read, chunk_rows, transport, records)
+        rows = _CheckedRows(records.name, records, read, params, chunk_rows, transport, records)
         try:
             return rows, records.info(), records.uri
         except BaseException:
@@ -236,7 +239,9 @@ def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
     return folder
 
 
-def _check_arguments(source: Source, model: str, chunk_rows: int, seed: int | None, job_id: str) -> None:
+def _check_arguments(
+    source: Source, model: str, chunk_rows: int, seed: int | None, job_id: str, transport: Transport
+) -> None:
     if isinstance(source, Mapping):
         raise UsageError("the rows must be a list or another iterable of rows, not a single one: write [row]")
     if not model:
@@ -245,6 +250,8 @@ def _check_arguments(source: Source, model: str, chunk_rows: int, seed: int | No
         raise InvalidParameterError("chunk_rows", f"must be between 1 and {MAX_CHUNK_ROWS}, got {chunk_rows}")
     if seed is not None and not 0 <= seed <= MAX_SEED:
         raise InvalidParameterError("seed", f"must be between 0 and {MAX_SEED}, got {seed}")
+    if transport not in get_args(Transport):
+        raise InvalidParameterError("transport", f"must be one of {', '.join(get_args(Transport))}, got {transport!r}")
     if not is_job_id(job_id):
         raise InvalidParameterError("job_id", f"must be up to 128 letters, digits, '_' and '-', got {job_id!r}")
 
@@ -257,6 +264,12 @@ def _priority(priority: Priority | str) -> Priority:
         raise InvalidParameterError("priority", f"must be one of {names}, got {priority!r}") from None
 
 
+def _columns_of(params: SamplingParams) -> set[str]:
+    """The fields that make columns of their own, of those that parameters have."""
+    given = {name: getattr(params, name) for name in _COLUMN_FIELDS}
+    return {name for name, value in given.items() if value is not None and value is not False}
+
+
 class _CheckedRows:
     """The rows of an input after they were all read.
 
@@ -265,7 +278,7 @@ class _CheckedRows:
         hashes: `chunk_sha256` of all chunks, raw.
         is_reference: whether the references are to be used.
         kept: types of the kept columns.
-        asked: which of `logprobs`, `prompt_logprobs` and `split_reasoning` some row asks for.
+        asked: which of the fields that make columns of their own some row has.
     """
 
     def __init__(
@@ -273,6 +286,7 @@ class _CheckedRows:
         name: str,
         records: Iterable[Record],
         options: ReadOptions,
+        params: SamplingParams,
         chunk_rows: int,
         transport: Transport,
         source: Records | None = None,
@@ -281,7 +295,7 @@ class _CheckedRows:
         Args:
             source: knows where the records are, if they come from files.
         """
-        self.reader = RowReader(name, options)
+        self.reader = RowReader(name, options, defaults=params)
         self.values, self.references = _ChunkFile(), _ChunkFile()
         self.examples: list[Row] = []
         self.is_reference = transport == "reference"
@@ -293,9 +307,7 @@ class _CheckedRows:
         try:
             for rows in iter_chunks(self.reader.rows(records, source), chunk_rows):
                 self.examples += rows[: NUM_EXAMPLES - len(self.examples)]
-                for name in ("logprobs", "prompt_logprobs", "split_reasoning"):
-                    if any(name in row.params.given and row.params.given[name] is not False for row in rows):
-                        self.asked.add(name)
+                self.asked.update(*(_columns_of(row.params) for row in rows))
                 kept = self.reader.kept.take()
                 sha256 = chunk_sha256(rows, kept)
                 self.hashes.append(bytes.fromhex(sha256))

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from minisgl_batch.errors import InvalidInputError
-from minisgl_jobs.fields import SAMPLING_FIELDS
+from minisgl_jobs.fields import PARAM_FIELDS
 from minisgl_jobs.model import InputInfo
 from minisgl_jobs.places import Place, num_bytes, open_binary
 from minisgl_jobs.records import TableRow, check_columns, settings_columns, tidy
@@ -74,7 +74,7 @@ class TableFile:
                 raise
         columns = self._table.schema.names
         try:
-            check_columns(name, columns, wanted, keep)
+            check_columns(name, columns, wanted, keep, settings=settings)
             self._used = [*wanted, *(settings_columns(columns, wanted) if settings else ())]
             self._columns = list(dict.fromkeys([*self._used, *self._keep]))
             self._check_schema()
@@ -151,7 +151,7 @@ class TableFile:
         assert batch is not None
         if self._offset == batch.num_rows:
             self._current = None
-        values = {name: _cells(batch.column(name), is_setting=name in SAMPLING_FIELDS) for name in self._used}
+        values = {name: _cells(batch.column(name), is_setting=name in PARAM_FIELDS) for name in self._used}
         kept = None
         if self._keep:
             arrays = [batch.column(field.name).cast(field.type) for field in self._schema]

@@ -42,7 +42,7 @@ def bench(
     """Measure the engine alone on standard workloads.
 
     WORKLOAD is U (nothing in common), S (512 ids in common) or P (2,048 ids in common). MODEL may also be a shape,
-    qwen3-0.6b, qwen3-14b, qwen3-32b or qwen3-30b-a3b, with --dummy-weights. Prints a line of JSON per run.
+    qwen3-0.6b, qwen3-14b, qwen3-32b, qwen3-30b-a3b or gpt-oss-20b, with --dummy-weights. Prints a line of JSON per run.
     """
     require_engine()
     setup_logging("bench")

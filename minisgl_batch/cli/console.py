@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,10 +41,30 @@ def drop_output() -> None:
 def show_error(error: MiniSGLError) -> None:
     """Say what went wrong; faults of an input as a table."""
     if isinstance(error, InvalidInputError) and error.faults:
-        talk(f"Error: {str(error).splitlines()[0]}")
+        talk(f"Error: {spelled(str(error).splitlines()[0])}")
         show_faults(error.faults, error.num_faults)
     else:
-        talk(f"Error: {error}")
+        talk(f"Error: {spelled(str(error))}")
+
+
+def spelled(message: str) -> str:
+    """A message with options as the user writes them here: it has the names that arguments have in programs."""
+    options = command_options()
+    return re.sub(r"`(\w+)(=False)?`", lambda found: options.get(found[1] + (found[2] or ""), found[0]), message)
+
+
+def command_options() -> dict[str, str]:
+    """Name of an argument -> option of the command that runs; also of `name=False`, where that has one."""
+    context = click.get_current_context(silent=True)
+    command = None if context is None else context.command
+    if isinstance(command, click.Group):
+        assert context is not None
+        command = command.get_command(context, context.invoked_subcommand or "")
+    options = {}
+    for param in command.params if command is not None else ():
+        options[str(param.name)] = max(param.opts, key=len)
+        options |= {f"{param.name}=False": option for option in param.secondary_opts}
+    return options
 
 
 def show_faults(faults: Sequence[Fault], num_faults: int) -> None:
@@ -51,7 +72,7 @@ def show_faults(faults: Sequence[Fault], num_faults: int) -> None:
     from minisgl_jobs.faults import COLUMNS, render_faults
 
     if not sys.stderr.isatty():
-        talk(render_faults(faults, len(faults)))
+        talk(spelled(render_faults(faults, len(faults))))
         show_num_left_out(faults, num_faults)
         return
     from rich.table import Table
@@ -62,7 +83,8 @@ def show_faults(faults: Sequence[Fault], num_faults: int) -> None:
     for column in table.columns[:2]:
         column.no_wrap = True
     for fault in faults:
-        table.add_row(*map(Text, (fault.place or str(fault.line), fault.field or "-", fault.problem, fault.hint)))
+        cells = (fault.place or str(fault.line), fault.field or "-", fault.problem, spelled(fault.hint))
+        table.add_row(*map(Text, cells))
     stderr_console().print(table)
     show_num_left_out(faults, num_faults)
 

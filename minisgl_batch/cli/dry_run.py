@@ -94,7 +94,7 @@ def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
     Raises:
         ModelError: there is no such model, or it has no usable tokenizer.
     """
-    from minisgl_batch.tokenizer import ChatOptions, ModelTokenizer, hide_torch, resolve_request
+    from minisgl_batch.tokenizer import ChatOptions, ModelTokenizer, check_constraint, hide_torch, resolve_request
 
     if "torch" not in sys.modules:
         hide_torch()  # nothing is computed before this process ends
@@ -117,12 +117,15 @@ def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
                     max_len=tokenizer.max_len,
                     job_seed=spec.seed,
                     row_index=row.row_index,
+                    prompt=row.input,
                 )
+                check_constraint(resolved.constraint)
             except RequestError as error:
                 counts.refuse(row, error, max_listed)
                 continue
             counts.prompt_tokens.append(len(resolved.prompt_ids))
-            counts.max_output_tokens += sum(sampling.max_tokens for sampling in resolved.samples)
+            if not resolved.choices:
+                counts.max_output_tokens += resolved.sampling.max_tokens * resolved.num_samples
     return counts
 
 
@@ -147,7 +150,7 @@ def _fields(submission: Submission, tokens: TokenCounts | None, rate: float) -> 
     if lengths:
         spread = f"{sum(lengths) / len(lengths):,.0f} a row, {min(lengths):,} to {max(lengths):,}"
         found.append(("prompt tokens", f"{sum(lengths):,} ({spread})"))
-        found.append(("output tokens", f"at most {tokens.max_output_tokens:,}{_bound(spec)}"))
+        found.append(("output tokens", f"at most {tokens.max_output_tokens:,}{_bound(spec, tokens)}"))
     if tokens.num_refused:
         what = f"{count(tokens.num_refused, 'row')} can't be served, {tokens.num_too_long:,} of them too long"
         found.append(("refused", f"{what} for the context of {tokens.context:,} tokens"))
@@ -157,8 +160,9 @@ def _fields(submission: Submission, tokens: TokenCounts | None, rate: float) -> 
     return found
 
 
-def _bound(spec: JobSpec) -> str:
-    return "" if spec.params.max_tokens else ", up to the context where a row has no max_tokens"
+def _bound(spec: JobSpec, tokens: TokenCounts) -> str:
+    is_bounded = spec.params.max_tokens or not tokens.max_output_tokens
+    return "" if is_bounded else ", up to the context where a row has no max_tokens"
 
 
 def _record(submission: Submission, tokens: TokenCounts | None, rate: float) -> dict[str, Any]:

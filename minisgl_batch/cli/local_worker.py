@@ -36,6 +36,7 @@ class LocalWorker:
 
         Raises:
             WorkerError: it couldn't start; has the first error and its exit code.
+            InvalidParameterError: an option has a value that it can't use.
         """
         while (info := self._read()) is None:
             select.select([self._process.status_fd], [], [])
@@ -53,8 +54,8 @@ class LocalWorker:
         match self._process.read_status():
             case ChildReady(info):
                 return info
-            case ChildFailed(message, _, exit_code):
-                raise WorkerError(message, exit_code=exit_code)
+            case ChildFailed() as failure:
+                raise failure.error()
             case ChildBeat() | ChildSuspects() | ChildDelivered():
                 return None
             case None:

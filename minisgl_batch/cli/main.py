@@ -10,8 +10,17 @@ from typing import Any
 import click
 
 from minisgl_batch._version import __version__
-from minisgl_batch.cli.console import INTERRUPTED, drop_output, show_error, talk, talk_of_warnings
+from minisgl_batch.cli.console import (
+    INTERRUPTED,
+    command_options,
+    drop_output,
+    show_error,
+    spelled,
+    talk,
+    talk_of_warnings,
+)
 from minisgl_batch.errors import InvalidParameterError, MiniSGLError
+from minisgl_batch.other_fields import nearest
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -44,6 +53,12 @@ Exit codes:
 """
 
 
+def _options_of(command: click.Command | None) -> list[str]:
+    """The long names of a command's options."""
+    names = (name for param in command.params for name in (*param.opts, *param.secondary_opts)) if command else ()
+    return [name for name in names if name.startswith("--")]
+
+
 class LazyGroup(click.Group):
     """Knows its commands by name, so that `--help` and completion import none of them."""
 
@@ -63,14 +78,29 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            raise self._explained(error, ctx) from None
         except InvalidParameterError as error:
-            raise click.UsageError(f"{self._option(ctx, error.field)}: {error.reason}") from error
+            field = command_options().get(error.field, error.field)
+            raise click.UsageError(f"{field}: {spelled(error.reason)}") from error
         except MiniSGLError as error:
             show_error(error)
             raise click.exceptions.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
             talk("interrupted")
             raise click.exceptions.Exit(INTERRUPTED) from error
+
+    def _explained(self, error: click.NoSuchOption, ctx: click.Context) -> click.NoSuchOption:
+        """The same with what others call an option of the command, or the commands that have the option."""
+        if error.ctx is None:
+            return error
+        known = {name.removeprefix("--").replace("-", "_"): name for name in _options_of(error.ctx.command)}
+        near = nearest(error.option_name.removeprefix("--"), frozenset(known))
+        owners = [name for name in COMMANDS if error.option_name in _options_of(self.get_command(ctx, name))]
+        if near is None and not owners:
+            return error
+        hint = f"it is an option of {', '.join(owners)}" if owners else f"did you mean {known[near or '']}?"
+        return click.NoSuchOption(error.option_name, f"No such option {error.option_name}; {hint}", ctx=error.ctx)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -81,12 +111,6 @@ class LazyGroup(click.Group):
             talk(f"Error: the output can't be written: {error.strerror}")
             drop_output()
             sys.exit(1)
-
-    def _option(self, ctx: click.Context, field: str) -> str:
-        """How the user wrote a parameter that our own checks name by its field."""
-        command = self.get_command(ctx, ctx.invoked_subcommand or "")
-        options = {param.name: max(param.opts, key=len) for param in command.params} if command else {}
-        return options.get(field, field)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)

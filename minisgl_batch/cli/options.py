@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -11,9 +10,10 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from minisgl_batch.cli.console import talk
 from minisgl_batch.cli.sections import Number, SectionOption, WholeNumber
-from minisgl_batch.config import CacheKind, Dtype, EngineConfig
-from minisgl_batch.errors import MiniSGLError
+from minisgl_batch.config import CacheKind, Dtype, EngineConfig, KVCacheDtype, Quantization
+from minisgl_batch.errors import InvalidParameterError, MiniSGLError
 from minisgl_batch.sampling_params import MAX_N, SamplingParams, Truncate
 from minisgl_batch.words import is_unicode
 from minisgl_jobs.faults import MAX_SHOWN
@@ -27,7 +27,7 @@ _FLAGS = ("ignore_eos", "include_stop_str_in_output", "continue_final_message", 
 _COUNT: dict[str, Any] = {"type": WholeNumber(min=1), "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 _REAL: dict[str, Any] = {"type": float, "metavar": "X"}
-_STRINGS = ("stop", "bad_words")
+_STRINGS = ("stop", "bad_words", "choices")
 _SAMPLING_FIELDS = (
     "n",
     "temperature",
@@ -46,6 +46,7 @@ _SAMPLING_FIELDS = (
     "truncate",
     "row_timeout",
     "repetition_guard",
+    "structured_outputs",
     "tools",
     "chat_template_kwargs",
     *_STRINGS,
@@ -79,10 +80,7 @@ def job_shell_complete(ctx: click.Context, _param: click.Parameter, incomplete: 
     """Ids of jobs for the shell's completion; none where no Redis answers at once, since nothing may be said there."""
     from minisgl_batch.client import Client
 
-    url = ctx.params.get("redis_url") or os.environ.get("MINISGL_REDIS")
-    if not url:
-        return []
-    with suppress(MiniSGLError), Client(url) as client:
+    with suppress(MiniSGLError), Client(ctx.params.get("redis_url")) as client:
         return [job.job_id for job in client.jobs(limit=1000) if job.job_id.startswith(incomplete)]
     return []
 
@@ -125,6 +123,22 @@ def json_file(path: str) -> Any:
         raise click.BadParameter(f"{path} isn't JSON") from None
 
 
+def schema_file(path: str) -> dict[str, Any]:
+    """The JSON schema in a file."""
+    schema = json_file(path)
+    if not isinstance(schema, dict):
+        raise click.BadParameter(f"{path} holds no JSON schema, which is an object")
+    return schema
+
+
+def several(_ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """Texts as they were given; a list in one text is hardly meant."""
+    if len(value) == 1 and "," in value[0]:
+        option = param.opts[0]
+        talk(f"warning: {option} {value[0]!r} is one text; give each its own: {option} ... {option} ...")
+    return value
+
+
 def valid_unicode(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
     """A text or several as they were given, if they can be stored and sent."""
     if not is_unicode("".join(value or ())):
@@ -163,12 +177,20 @@ def _sampling_option(name: str, help_text: str, **settings: Any) -> Callable[[Fu
 
 
 engine_options = _all(
+    _engine_option("--revision", "Of a hub id: a branch, tag or commit.", metavar="NAME", callback=valid_unicode),
     _engine_option("--device", "Where to compute.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
     _engine_option("--tp", "Ranks that share the model, each with a device of its own.", default=1, **_COUNT),
     _engine_option("--max-seq-len", "Longest prompt + output; by default the model's context.", **_COUNT),
     _engine_option("--max-running", "Most requests in one decode step.", **_COUNT),
     _engine_option("--memory-ratio", "Share of free memory for weights and KV cache.", type=Number(0, 1), metavar="X"),
     _engine_option("--dtype", "Compute type.", type=click.Choice(get_args(Dtype)), default="auto"),
+    _engine_option("--quantization", "Put weights into FP8 while loading.", type=click.Choice(get_args(Quantization))),
+    _engine_option(
+        "--kv-cache-dtype",
+        "How keys and values are kept: auto is the compute type, fp8 half of it.",
+        type=click.Choice(get_args(KVCacheDtype)),
+        default="auto",
+    ),
     _engine_option(
         "--attention-backend",
         f"One of {ATTENTION_BACKENDS} (PREFILL,DECODE).",
@@ -186,6 +208,11 @@ engine_options = _all(
     _engine_option("--mixed/--no-mixed", "Let decode rows and prompts share steps.", default=None),
     _engine_option(
         "--share-prefixes/--no-share-prefixes", "Attend to a common prefix once for all its rows.", default=True
+    ),
+    _engine_option(
+        "--batch-invariant",
+        "Give a row the same ids whatever runs beside it: see docs/reproducibility.md.",
+        is_flag=True,
     ),
     _engine_option("--pynccl/--no-pynccl", "Between GPUs, use NCCL from Python, or torch's.", default=True),
     _engine_option("--check-ranks", "Compare what the ranks run every N steps.", default=0, hidden=True, **_NUMBER),
@@ -225,6 +252,20 @@ sampling_options = _all(
     _sampling_option("--row-timeout", "End a text so many seconds after its first token.", **_REAL),
     _sampling_option(
         "--repetition-guard", "End a text when its last N tokens repeat a piece of N/4 tokens or fewer.", **_NUMBER
+    ),
+    _sampling_option(
+        "--choices",
+        "Score this instead of generating; once for each: --choices ' good' --choices ' bad'.",
+        multiple=True,
+        metavar="TEXT",
+        callback=several,
+    ),
+    _sampling_option("--json-schema", "JSON file of the schema that texts follow.", type=schema_file, metavar="FILE"),
+    _sampling_option(
+        "--structured-outputs",
+        """What else texts must be: '{"regex": "[0-9]+"}', '{"choice": ["yes", "no"]}'.""",
+        type=json_text,
+        metavar="JSON",
     ),
     _sampling_option("--tools", "JSON file of functions that chats may call.", type=json_file, metavar="FILE"),
     _sampling_option(
@@ -312,7 +353,20 @@ def sampling_params(options: dict[str, Any]) -> SamplingParams:
     """
     given = {name: options[name] for name in _SAMPLING_FIELDS}
     given |= {name: given[name] or None for name in (*_STRINGS, *_FLAGS)}
-    return SamplingParams(**given)
+    schema, more = options["json_schema"], given["structured_outputs"]
+    if schema is None:
+        return SamplingParams(**given)
+    if more is not None and (not isinstance(more, dict) or more.keys() - {"disable_any_whitespace"}):
+        raise InvalidParameterError(
+            "json_schema", 'stands beside --structured-outputs, which may only add {"disable_any_whitespace": true}'
+        )
+    given["structured_outputs"] = {"json": schema, **(more or {})}
+    try:
+        return SamplingParams(**given)
+    except InvalidParameterError as error:
+        if error.field == "structured_outputs":
+            raise InvalidParameterError("json_schema", error.reason) from None
+        raise
 
 
 def prepare_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -321,10 +375,15 @@ def prepare_options(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidParameterError: a value can't be used; names the field.
     """
+    from minisgl_batch.cli.job_grammar import grammar_problem
     from minisgl_jobs.rows import ReadOptions
 
     keep = tuple((options["keep_columns"] or "").split(",")) if options["keep_columns"] else ()
     read = ReadOptions(**{name: options[name] for name in _READ_FIELDS}, keep_columns=keep)
     rest = {name: options[name] for name in _SUBMISSION_FIELDS}
     rest["transport"] = _TRANSPORTS[options["by_reference"]]
-    return {**rest, "params": sampling_params(options), "read": read}
+    params = sampling_params(options)
+    if params.structured_outputs is not None and (problem := grammar_problem(params.structured_outputs)):
+        field = "structured_outputs" if options["json_schema"] is None else "json_schema"
+        raise InvalidParameterError(field, problem)
+    return {**rest, "params": params, "read": read}

@@ -8,7 +8,7 @@ from itertools import islice, takewhile
 from minisgl_batch.cli.console import talk
 from minisgl_batch.client import JobHandle
 from minisgl_batch.words import count, duration, one_line
-from minisgl_jobs.dataset import manifest_of
+from minisgl_jobs.dataset import Manifest, manifest_of
 from minisgl_jobs.model import JobState, Row, RowResult
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.status import JobStatus
@@ -39,11 +39,23 @@ def report(job: JobHandle, status: JobStatus, examples: Sequence[Row] = ()) -> N
     if manifest is not None and manifest.cached_tokens:
         details.append(f"{manifest.cached_tokens / manifest.prompt_tokens:.0%} of prompt tokens from the cache")
     talk(f"{status.state.value}: {'; '.join(details)}")
+    if manifest is not None and (cut := cut_texts(manifest)):
+        talk(cut)
     if status.error:
         talk(f"why: {one_line(status.error)}")
     if manifest is not None:
         _show_examples(job, examples)
         _show_errors(job, status.rows_error)
+
+
+def cut_texts(manifest: Manifest) -> str:
+    """How many texts ended for their length, "" for none."""
+    if not manifest.num_cut:
+        return ""
+    num_texts = sum(part.num_rows for part in manifest.parts)
+    asked = manifest.sampling.structured_outputs
+    what = "; as structured outputs these aren't complete" if asked is not None and asked.kinds else ""
+    return f"{manifest.num_cut:,} of {count(num_texts, 'text')} ended by max_tokens or with the context{what}"
 
 
 def _show_examples(job: JobHandle, examples: Sequence[Row]) -> None:

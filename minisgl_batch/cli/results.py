@@ -17,7 +17,7 @@ from minisgl_batch.cli.console import print_json, talk
 from minisgl_batch.cli.options import job_shell_complete, redis_option
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.client import JobHandle
-from minisgl_batch.errors import InvalidParameterError, JobStateError, OutputError, UsageError
+from minisgl_batch.errors import InvalidParameterError, JobNotFoundError, JobStateError, OutputError, UsageError
 from minisgl_batch.words import count
 from minisgl_jobs.dataset import dataset_job, read_batches, read_manifest
 from minisgl_jobs.export import EXPORT_FORMATS, ExportFormat, export_rows
@@ -64,7 +64,10 @@ def results(
         if folder is not None:
             found = _of_folder(folder, partial=partial)
         else:
-            found = _of_job(stack.enter_context(open_client(redis_url)).job(source), partial=partial)
+            try:
+                found = _of_job(stack.enter_context(open_client(redis_url)).job(source), partial=partial)
+            except JobNotFoundError as error:
+                raise JobNotFoundError(f"{error}; and no folder of that name holds a dataset") from error
         if found.state in (JobState.CANCELED, JobState.FAILED):
             talk(f"job {found.job_id} was {found.state.value}: these are the rows that were finished")
         num_written = export_rows(found.batches, export_format, stack.enter_context(_target(output)), chat=found.chat)

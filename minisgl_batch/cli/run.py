@@ -31,9 +31,12 @@ from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.submit import tell_of_input
 from minisgl_batch.cli.worker import describe_engine, require_engine, worker_options
 from minisgl_batch.client import Client, JobHandle
-from minisgl_batch.errors import JobStateError, OutputError, WorkerError
+from minisgl_batch.errors import JobStateError, OutputError, RedisUnavailableError, WorkerError
+from minisgl_jobs.folder_lock import lock_folder
+from minisgl_jobs.keys import is_job_id
+from minisgl_jobs.owner import output_owner
 from minisgl_jobs.parts import output_place
-from minisgl_jobs.submission import Submission, prepare
+from minisgl_jobs.submission import Submission, output_folder, prepare
 from minisgl_workers.options import WorkerOptions
 
 WORKER_LOG = "_worker.log"  # data tools pass over names with a leading underscore
@@ -61,6 +64,7 @@ def run(
     require_engine()
     served_name = options["served_model_name"] or options["model"]
     with (
+        _alone_in(_given_output(options), redis_url),
         prepare(source, **{**prepare_options(options), "model": served_name}) as submission,
         _sigterm_as_interrupt(),
     ):
@@ -94,7 +98,7 @@ def _run_job(
             with LocalWorker(options, log) as worker:
                 talk(f"starting a worker for {options.model}")
                 talk(f"ready ({describe_engine(worker.wait_ready())})")
-                job = client.submit_prepared(submission)
+                job = client.submit_prepared(submission, holds_output=True)
                 return job, _follow(job, worker, live=not verbose)
         except WorkerError:
             if log is not None:
@@ -118,13 +122,53 @@ def _follow(job: JobHandle, worker: LocalWorker, *, live: bool) -> bool:
     return False
 
 
+def _given_output(options: dict[str, Any]) -> Path | None:
+    """The local folder that another run may be given as well; None where there is none."""
+    output, job_id = options["output"], options["job_id"] or ""
+    if output is None and not is_job_id(job_id):  # it will be named after a new job, or refused
+        return None
+    folder = output_folder(output, job_id)
+    return folder if isinstance(folder, Path) else None
+
+
+@contextmanager
+def _alone_in(output: Path | None, redis_url: str | None) -> Iterator[None]:
+    """Hold an output folder until this run has ended: each has a Redis of its own, so two would do all work twice.
+
+    Raises:
+        OutputTakenError: another run has it. JobStateError: so has a job of the Redis that this user's commands share.
+    """
+    if output is None:
+        yield
+        return
+    made = _top_to_make(output)
+    with suppress(OSError):  # which the output's own checks explain
+        output.mkdir(parents=True, exist_ok=True)
+    try:
+        with lock_folder(output, alone=True):
+            if redis_url is None:
+                _refuse_service_job(output)
+            yield
+    except BaseException:
+        if made is not None:
+            _remove_empty(output, made)
+        raise
+
+
+def _refuse_service_job(output: Path) -> None:
+    """Raise JobStateError if the Redis that this user's commands share has a job which is yet to write to a folder."""
+    if output_owner(output):
+        with suppress(RedisUnavailableError), Client() as client:  # where none runs, nobody writes
+            client.refuse_running_output(output)
+
+
 @contextmanager
 def _worker_log(output: Path, verbose: bool) -> Iterator[IO[bytes] | None]:
     """Where the worker's log goes; None is standard error. A run that didn't get as far as a job leaves none."""
     if verbose:
         yield None
         return
-    made = next((path for path in reversed((output, *output.parents)) if not path.exists()), None)
+    made = _top_to_make(output)
     try:
         output.mkdir(parents=True, exist_ok=True)
         log = (output / WORKER_LOG).open("wb")
@@ -139,6 +183,11 @@ def _worker_log(output: Path, verbose: bool) -> Iterator[IO[bytes] | None]:
                 if made is not None:
                     _remove_empty(output, made)
             raise
+
+
+def _top_to_make(folder: Path) -> Path | None:
+    """The uppermost folder of a path that isn't there yet, if any."""
+    return next((path for path in reversed((folder, *folder.parents)) if not os.path.exists(path)), None)
 
 
 def _holds_nothing_but_log(output: Path) -> bool:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from minisgl_batch.cli.console import print_fields, print_json, print_line, talk
 from minisgl_batch.cli.options import job_shell_complete, json_option, redis_option
-from minisgl_batch.cli.report import exit_code
+from minisgl_batch.cli.report import cut_texts, exit_code
 from minisgl_batch.cli.sections import Number, WholeNumber
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.watch import table, watch
@@ -160,6 +160,7 @@ def progress_record(progress: Progress, manifest: Manifest | None) -> dict[str, 
         "eta_s": progress.eta_s,
         "trouble": progress.trouble or None,
         "tokens": tokens,
+        "texts_cut": manifest.num_cut if manifest is not None else None,
     }
 
 
@@ -175,12 +176,13 @@ def _fields(progress: Progress, manifest: Manifest | None) -> list[tuple[str, st
         ("rows", _rows(progress)),
         ("failed", count(found.rows_error, "row") if found.rows_error else ""),
         ("tokens", _tokens(progress, manifest)),
+        ("cut", cut_texts(manifest) if manifest is not None else ""),
         ("left", duration(progress.eta_s) if progress.eta_s is not None else ""),
         ("submitted", _moment(found.created_at, found.now)),
         ("started", _moment(found.started_at, found.now)),
         ("ended", _moment(found.finished_at, found.now)),
         ("workers", ", ".join(_leases(found))),
-        ("lost", f"{found.num_deaths} times a worker died over it" if found.num_deaths else ""),
+        ("lost", f"{count(found.num_deaths, 'time')} a worker died over it" if found.num_deaths else ""),
         ("output", one_line(spec.output)),
     ]
 

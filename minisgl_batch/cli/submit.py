@@ -24,7 +24,7 @@ from minisgl_batch.cli.sections import SectionedCommand
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.times import parse_moment
-from minisgl_batch.client import JobHandle
+from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.words import count
 from minisgl_jobs.model import Priority
 from minisgl_jobs.status import JobStatus
@@ -89,18 +89,30 @@ def submit(
                 print_json({**record, "waiting": status.waiting or None})
             elif not as_json:
                 click.echo(job.id)
-            talk(f"{count(spec.num_rows, 'row')} queued for {spec.model}, to be written to {spec.output}")
-            if status.is_held:
-                talk(f"it waits for {status.waiting}")
-            client.warn_if_unserved(spec.model)
+            if not (submission.resumption is not None and submission.resumption.is_complete):  # which was told
+                _tell_of_job(client, status, submission)
+                if not wait:
+                    talk(f"watch it: minisgl-batch tail {job.id}")
             if not wait:
-                talk(f"watch it: minisgl-batch tail {job.id}")
                 return
             ended = _wait(job)
             report(job, ended, submission.examples)
             if as_json:
                 print_json(status_record(ended))
     ctx.exit(exit_code(ended.state))
+
+
+def _tell_of_job(client: Client, status: JobStatus, submission: Submission) -> None:
+    """What was queued, and what keeps it from running."""
+    spec = status.spec
+    where = f"for {spec.model}, to be written to {spec.output}"
+    if spec.submitted_at == submission.spec.submitted_at:
+        talk(f"{count(spec.num_rows - _rows_there(submission), 'row')} queued {where}")
+    else:
+        talk(f"job {spec.job_id} is {status.state.value} already, {where}")
+    if status.is_held:
+        talk(f"it waits for {status.waiting}")
+    client.warn_if_unserved(spec.model)
 
 
 def _wait(job: JobHandle) -> JobStatus:
@@ -114,8 +126,7 @@ def _wait(job: JobHandle) -> JobStatus:
 def tell_of_input(submission: Submission) -> None:
     """What a user should know about an input that can be used all the same."""
     if submission.resumption is not None:
-        spec, done = submission.spec, submission.resumption.done
-        there = sum(len(spec.chunk_range(chunk)) for chunk in done)
+        spec, there = submission.spec, _rows_there(submission)
         what = "has nothing left to do" if submission.resumption.is_complete else "goes on"
         talk(f"job {spec.job_id} {what}: {there:,} of {count(spec.num_rows, 'row')} are in {spec.output}")
     faults = submission.faults
@@ -125,3 +136,9 @@ def tell_of_input(submission: Submission) -> None:
     others = [model for model in submission.models if model != submission.spec.model]
     if others:
         talk(f"the input names {', '.join(others)}; the job runs on {submission.spec.model}")
+
+
+def _rows_there(submission: Submission) -> int:
+    """The rows that are in the output already."""
+    done = submission.resumption.done if submission.resumption is not None else ()
+    return sum(len(submission.spec.chunk_range(chunk)) for chunk in done)

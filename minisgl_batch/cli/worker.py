@@ -26,7 +26,7 @@ from minisgl_jobs.leases import LEASE_S
 from minisgl_jobs.roots import SEPARATOR, VARIABLE
 from minisgl_workers.options import DRAIN_S, HANG_S, INPUT_S, Node, WorkerOptions
 
-_ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq")
+_ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq", "llguidance")
 
 
 class Root(click.types.StringParamType):

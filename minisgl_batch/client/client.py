@@ -5,13 +5,14 @@ Called by programs, notebooks and the command line; for several threads, not for
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
@@ -30,16 +31,17 @@ from minisgl_batch.errors import (
     JobNotFoundError,
     JobStateError,
     QueueError,
-    UsageError,
 )
+from minisgl_batch.other_fields import UNSUPPORTED, no_such
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
 from minisgl_jobs.dataset import check_dataset, clear_dataset, reopen_resumed
 from minisgl_jobs.faults import MAX_SHOWN
-from minisgl_jobs.fields import UNSUPPORTED, unsupported_hint
+from minisgl_jobs.folder_lock import lock_folder
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.model import MAX_CHUNK_ROWS, JobSpec, JobState, Priority
+from minisgl_jobs.own_server import connect_own
 from minisgl_jobs.owner import OWNER, claim_output, output_owner, release_output, take_output
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.places import Place
@@ -63,16 +65,15 @@ class Client:
     def __init__(self, redis_url: str | None = None) -> None:
         """
         Args:
-            redis_url: see `minisgl_jobs.connection.connect`; by default what MINISGL_REDIS holds.
+            redis_url: see `minisgl_jobs.connection.connect`; by default what MINISGL_REDIS holds, else the server
+                that this user's workers and commands share, which one of them must have started.
 
         Raises:
-            UsageError: the URL isn't one of Redis, or there is none.
+            UsageError: the URL isn't one of Redis.
             RedisUnavailableError: the server can't be reached.
         """
         url = redis_url or os.environ.get(URL_VARIABLE)
-        if not url:
-            raise UsageError(f"no Redis URL: give one such as redis://localhost:6379, or set {URL_VARIABLE}")
-        self._redis = connect(url)
+        self._redis = connect(url) if url else connect_own()
         self._queue = JobQueue(self._redis)
 
     def submit(
@@ -130,7 +131,7 @@ class Client:
 
         Raises:
             InvalidInputError: the input can't be read or has faults, which it lists, or holds no rows.
-            OutputError: the output folder holds a dataset, or can't be written.
+            OutputError: the output folder holds a dataset, a `run` writes to it, or it can't be written.
             UsageError: an argument has a value that can't be used; names it.
             JobNotFoundError: there is no job `after` (any more).
             JobStateError: another job has this id, or writes to the folder that is to be overwritten, or the job
@@ -139,6 +140,9 @@ class Client:
         """
         if after is not None:
             self.check_predecessor(after.id if isinstance(after, JobHandle) else after)
+        if isinstance(keep_columns, str) or not isinstance(keep_columns, Iterable):
+            hint = f": write [{keep_columns!r}]" if isinstance(keep_columns, str) else f", got {keep_columns!r}"
+            raise InvalidParameterError("keep_columns", f"must be a list of names{hint}")
         read = ReadOptions(
             system=system,
             template=template,
@@ -173,16 +177,32 @@ class Client:
         return job
 
     def submit_prepared(
-        self, submission: Submission, *, after: JobHandle | str | None = None, start_at: datetime | None = None
+        self,
+        submission: Submission,
+        *,
+        after: JobHandle | str | None = None,
+        start_at: datetime | None = None,
+        holds_output: bool = False,
     ) -> JobHandle:
-        """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis."""
-        spec, folder = submission.spec, output_place(submission.spec.output)
+        """Queue what `minisgl_jobs.submission.prepare` has checked. Errors as those of `submit` about Redis.
+
+        Args:
+            holds_output: whether the caller has locked the output folder; else this does, so that no `run` has it.
+        """
+        folder = output_place(submission.spec.output)
+        with nullcontext() if holds_output else lock_folder(folder, alone=False):
+            return self._submit(submission, folder, after, start_at)
+
+    def _submit(
+        self, submission: Submission, folder: Place, after: JobHandle | str | None, start_at: datetime | None
+    ) -> JobHandle:
+        spec = submission.spec
         first = after.id if isinstance(after, JobHandle) else after or ""
         start_s = _unix_seconds(start_at)
         if first:
             self.check_predecessor(first)
         if submission.overwrite:
-            self._refuse_running_output(folder, spec.job_id)
+            self.refuse_running_output(folder, spec.job_id)
         self._warn_of_distant_workers(spec)
         resumption = submission.resumption
         if resumption is not None and not self._begin_resuming(spec, resumption):
@@ -266,10 +286,10 @@ class Client:
 
     def _take_output(self, folder: Place, job_id: str) -> None:
         """Make a folder that is to be overwritten this job's, before its rows are sent: no retry may begin there."""
-        take_output(folder, job_id, self._refuse_running_output(folder, job_id))
+        take_output(folder, job_id, self.refuse_running_output(folder, job_id))
 
-    def _refuse_running_output(self, folder: Place, job_id: str) -> str:
-        """Raise JobStateError if another job is about to write to a folder that is to be overwritten.
+    def refuse_running_output(self, folder: Place, job_id: str = "") -> str:
+        """Raise JobStateError if another job of this Redis is about to write to a folder.
 
         Answers the job that the folder names, which is over, or this one; "" for none.
         """
@@ -279,7 +299,10 @@ class Client:
         with suppress(JobNotFoundError):  # lost, or of another Redis: nobody writes there
             state = self._queue.status(owner).state
             if not state.is_final:
-                raise JobStateError(f"{folder} is the output of job {owner}, which is {state.value}: cancel it first")
+                raise JobStateError(
+                    f"{folder} is the output of job {owner}, which is {state.value}: cancel it first, or wait for its "
+                    f"end (minisgl-batch status {owner})"
+                )
         return owner
 
     def warn_if_unserved(self, model: str) -> None:
@@ -379,10 +402,8 @@ def _as_file(table: Any) -> Iterator[str]:
 
 
 def _sampling(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
-    unknown = fields.keys() - set(SamplingParams.__struct_fields__)
+    known = frozenset((*SamplingParams.__struct_fields__, *inspect.signature(Client.submit).parameters))
+    unknown = fields.keys() - known - UNSUPPORTED.keys()
     if unknown:
-        field = min(unknown)
-        if field in UNSUPPORTED:
-            raise InvalidParameterError(field, f"isn't supported: {unsupported_hint(field)}")
-        raise InvalidParameterError(field, "is neither an argument of submit nor a sampling field")
+        raise no_such(min(unknown), "argument of submit, and no sampling parameter", known)
     return SamplingParams(**fields).over(params or SamplingParams())

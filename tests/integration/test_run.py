@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,28 +59,46 @@ def test_a_file_becomes_a_dataset(start: Start, tmp_path: Path) -> None:
 
 
 def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "in.jsonl", ["65 + 983 =", ""])
+    scored = {"prompt": "65 + 983 =", "choices": ["1047", "1048"]}
+    asked = (
+        {"json": {"enum": [{"sum": 1048}, None]}},
+        {"json": {"type": "sum"}},
+        {"regex": "(1|2"},
+        {"regex": "[12]{4}"},
+    )
+    shaped = [{"prompt": "65 + 983 =", "structured_outputs": given} for given in asked]
+    source = write_rows(tmp_path / "in.jsonl", ["65 + 983 =", "", scored, *shaped])
     with start("run", source, "--model", "demo") as refused:
         refused.finish(code=2)
-    assert "1 of 2 rows can't be used" in refused.stderr
+    assert "1 of 7 rows can't be used" in refused.stderr
     assert os.listdir(tmp_path) == ["in.jsonl"]
     options = ("--on-error", "record", "--chat", "--job-id", "mine", "--verbose", "--served-model-name", "x")
     options += ("--logprobs", "2", "--prompt-logprobs", "0")
     with start("run", source, "--model", "demo", *options) as run:
         run.finish(code=1)
     assert run.stdout == f"{tmp_path / 'outputs' / 'mine'}\n"
-    assert "partial: 1 row ok, 1 failed" in run.stderr
+    assert "partial: 4 rows ok, 3 failed" in run.stderr
     assert "failed: row_index 1: invalid_request: line 2: prompt is empty" in run.stderr
     assert "KV cache of" in run.stderr  # the worker's log
     manifest = json.loads((tmp_path / "outputs" / "mine" / "_manifest.json").read_text())
     assert (manifest["model"], manifest["state"]) == ("x", "partial")
-    good, bad = pq.read_table(tmp_path / "outputs" / "mine").to_pylist()
+    good, bad, best, *shaped = pq.read_table(tmp_path / "outputs" / "mine").to_pylist()
     tokens = "".join(entry["token"] for entry in good["logprobs"])
     assert tokens.startswith(good["text"])
     assert {len(entry["top_logprobs"]) for entry in good["logprobs"]} == {2}
     assert good["prompt_logprobs"][0] is None
     assert "65 + 983 =" in "".join(entry["token"] for entry in good["prompt_logprobs"][1:])
-    assert (bad["logprobs"], bad["prompt_logprobs"]) == (None, None)
+    assert (bad["logprobs"], bad["prompt_logprobs"], bad["choices"], good["choices"]) == (None,) * 4
+    assert (best["text"], best["finish_reason"], best["completion_tokens"]) == ("1048", "stop", 0)
+    assert [choice["text"] for choice in best["choices"]] == ["1047", "1048"]
+    assert best["choices"][0]["logprob"] < best["choices"][1]["logprob"] <= 0
+    assert (best["logprobs"], best["prompt_tokens"]) == (None, good["prompt_tokens"])
+    assert [row["status"] for row in shaped] == ["ok", "error", "error", "ok"]
+    assert json.loads(shaped[0]["text"]) in ({"sum": 1048}, None)
+    assert (shaped[1]["error_type"], shaped[1]["text"]) == ("invalid_request", None)
+    assert shaped[1]["error_message"] == "structured_outputs: Invalid type: sum"
+    assert "unclosed group" in shaped[2]["error_message"]
+    assert re.fullmatch("[12]{4}", shaped[3]["text"])
 
 
 def test_an_interrupt_keeps_what_is_finished(start: Start, tmp_path: Path) -> None:
@@ -150,9 +169,8 @@ def test_a_worker_that_can_not_start(start: Start, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ["a"])
     with start("run", source, "--model", "./nothing") as missing:
         missing.finish(code=2)
-    assert missing.stderr.endswith("Error: no model folder at nothing\n")
+    assert missing.stderr.endswith("--verbose shows the worker's log\nError: no model folder at nothing\n")
     with start("run", source, "--model", "demo", "--max-seq-len", 10**6, "--output", "out") as refused:
         refused.finish(code=2)
-    assert "max_seq_len: 1000000 is more than the model's context" in refused.stderr
-    assert "--verbose shows the worker's log" in refused.stderr
+    assert "Error: --max-seq-len: 1000000 is more than the model's context" in refused.stderr
     assert os.listdir(tmp_path) == ["in.jsonl"]

@@ -336,7 +336,7 @@ def test_what_a_new_job_may_write_to(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="parts of a job that isn't finished: choose another folder"):
         check_output(tmp_path)
     finish_dataset(tmp_path, make(tmp_path, 1, JobState.FINISHED))
-    with pytest.raises(OutputError, match=r"a dataset: .*--overwrite"):
+    with pytest.raises(OutputError, match=r"a dataset: .*`overwrite`"):
         check_output(tmp_path)
     check_output(tmp_path, overwrite=True)
     (tmp_path / ".part-0-000007.dead").touch()
@@ -357,10 +357,10 @@ def test_a_job_that_has_ended_lets_its_folder_go(tmp_path: Path, state: JobState
     assert OWNER not in names(tmp_path)
 
 
-def test_manifest_counts_tokens(tmp_path: Path) -> None:
+def test_manifest_counts_tokens_and_cut_texts(tmp_path: Path) -> None:
     for chunk in range(2):
         results = [
-            RowResult(row_index=chunk, prompt_tokens=10, cached_tokens=4, completion_tokens=7),
+            RowResult(chunk, finish_reason="length", prompt_tokens=10, cached_tokens=4, completion_tokens=7),
             RowResult(row_index=chunk, sample_index=1, status="error", finish_reason="error"),
         ]
         info = PartInfo(job_id="j", chunk=chunk, epoch=0, input_sha256="", num_rows=2)
@@ -368,6 +368,7 @@ def test_manifest_counts_tokens(tmp_path: Path) -> None:
         commit_part(tmp_path, chunk, 0, "t")
     manifest = make(tmp_path, 2, JobState.FINISHED)
     assert (manifest.prompt_tokens, manifest.cached_tokens, manifest.completion_tokens) == (20, 8, 14)
+    assert manifest.num_cut == 2
 
 
 def test_a_claim_gets_its_job_later(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from minisgl_batch.choices import ChoiceScore
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_jobs.export import EXPORT_FORMATS, export_rows
 from minisgl_jobs.model import RowError, RowResult
@@ -91,6 +92,15 @@ def test_openai_reasoning() -> None:
     assert message == {"role": "assistant", "content": "42", "reasoning_content": "hm"}
     (kept,) = table_to_results(table)
     assert (kept.text, kept.reasoning_text, kept.raw_text) == ("42", "hm", result.raw_text)
+
+
+def test_choices() -> None:
+    scores = [ChoiceScore("yes", -0.5, 1, True), ChoiceScore("no", -1.25, 2, False)]
+    table = results_to_table([RowResult(0, text="yes", choices=scores), RowResult(1, text="x")], {"choices"})
+    first, second = map(json.loads, export("jsonl", table)[1].splitlines())
+    assert first["choices"][1] == {"text": "no", "logprob": -1.25, "num_tokens": 2, "is_greedy": False}
+    assert second["choices"] is None
+    assert [result.choices for result in table_to_results(table)] == [scores, None]
 
 
 def test_openai_text() -> None:

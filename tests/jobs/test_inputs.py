@@ -258,9 +258,9 @@ def test_settings_of_tables(tmp_path: Path) -> None:
     ("read", "words"),
     [
         (ReadOptions(), r"has none of the columns prompt, messages, .*it has text, label, max_tokens: name one with"),
-        (ReadOptions(prompt_column="texts"), "no column 'texts', which --prompt-column names.*did you mean text"),
-        (ReadOptions(template="{a}"), "no column 'a', which --template names"),
-        (ReadOptions(prompt_column="text", keep_columns=("b",)), "no column 'b', which --keep-columns names"),
+        (ReadOptions(prompt_column="texts"), "no column 'texts', which `prompt_column` names.*did you mean text"),
+        (ReadOptions(template="{a}"), "no column 'a', which `template` names"),
+        (ReadOptions(prompt_column="text", keep_columns=("b",)), "no column 'b', which `keep_columns` names"),
     ],
 )
 @pytest.mark.parametrize("name", ["CSV", "Parquet", "an Arrow stream"])

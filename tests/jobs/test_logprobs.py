@@ -9,10 +9,12 @@ import random
 from array import array
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from minisgl_batch.errors import QueueError
 from minisgl_jobs.export import export_rows
 from minisgl_jobs.logprobs import LOGPROBS_TYPE
 from minisgl_jobs.model import RowResult, TokenLogprobs
@@ -171,3 +173,39 @@ def test_in_json_lines_and_csv(exported: tuple[pa.Table, Any]) -> None:
     first, second = csv.DictReader(io.StringIO(out.getvalue().decode(), newline=""))
     assert json.loads(first["logprobs"]) == want
     assert second["logprobs"] == ""
+
+
+def test_records_are_sequences_of_their_entries(exported: tuple[pa.Table, Any]) -> None:
+    (first, _) = table_to_results(exported[0])
+    assert first.logprobs is not None
+    for found in (first.logprobs, record(5, 0, has_gap=True), record(0, 0), record(4, 3, has_gap=True)):
+        assert [*found] == [found[i] for i in range(len(found))] == found.as_list()
+        with pytest.raises(IndexError):
+            found[len(found)]
+    assert first.logprobs[-1] == first.logprobs.as_list()[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": b"123"},
+        {"logprobs": b""},
+        {"top_ids": bytes(4)},
+        {"top_ids": bytes(12), "top_logprobs": bytes(12)},
+        {"texts": {50: "a"}},
+    ],
+)
+def test_damaged_records_are_refused_as_such(exported: tuple[pa.Table, Any], changes: dict[str, Any]) -> None:
+    (first, _) = table_to_results(exported[0])
+    assert first.logprobs is not None
+    fields = dict(zip(TokenLogprobs.__struct_fields__, msgspec.structs.astuple(first.logprobs), strict=True)) | changes
+    encoded = msgspec.msgpack.encode({"row_index": 0, "logprobs": list(fields.values())})
+    with pytest.raises(QueueError, match="spooled results are damaged: "):
+        decode_result(encoded)
+
+
+def test_texts_of_a_chunk_may_come_to_more_than_two_gibibytes() -> None:
+    """That many aren't made here: 64-bit offsets are what it takes."""
+    entry = LOGPROBS_TYPE.value_type
+    for token in (entry, entry.field("top_logprobs").type.value_type):
+        assert token.field("token").type == pa.large_string()

@@ -9,6 +9,7 @@ import pytest
 
 from minisgl_batch.errors import Fault, InvalidInputError, InvalidParameterError
 from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.structured_outputs import StructuredOutputsParams
 from minisgl_jobs.model import Row
 from minisgl_jobs.rows import ReadOptions, RowReader, read_rows
 from minisgl_jobs.sources import object_lines
@@ -44,6 +45,24 @@ def test_sampling_at_the_top_and_nested() -> None:
     assert row.params == SamplingParams(max_tokens=5, temperature=1.0, stop=("x",))
     (row,) = read({"prompt": "a", "max_completion_tokens": 5, "max_tokens": 5, "stop": "end", "sampling_params": None})
     assert row.params == SamplingParams(max_tokens=5, stop="end")
+
+
+def test_structured_outputs_of_vllm_and_openai() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    line = {"url": "/v1/chat/completions", "body": {"messages": user("hi"), "response_format": asked}}
+    plain, nested, openai, free, any_object = read(
+        {"prompt": "a", "structured_outputs": {"json": schema}},
+        {"prompt": "a", "sampling_params": {"structured_outputs": {"json": schema}}},
+        line,
+        {"prompt": "a", "response_format": {"type": "text"}},
+        {"prompt": "a", "response_format": {"type": "json_object"}},
+    )
+    assert plain.params == nested.params == openai.params
+    assert plain.params.structured_outputs == StructuredOutputsParams(json=schema)
+    assert list(plain.params.structured_outputs.json["properties"]) == ["b", "a"]  # the order of the answer
+    assert free.params.structured_outputs == StructuredOutputsParams()
+    assert any_object.params.structured_outputs == StructuredOutputsParams(json_object=True)
 
 
 def test_metadata_keeps_its_text() -> None:
@@ -100,7 +119,6 @@ def test_api_fields_that_change_nothing_are_passed_over() -> None:
         "length_penalty": 1.0,
         "logprobs": None,
         "tool_choice": "none",
-        "response_format": {"type": "text"},
         "best_of": 1,
         "guided_json": None,
         "store": True,
@@ -129,16 +147,19 @@ def test_what_a_chat_template_gets() -> None:
         ({"logprobs": True, "top_logprobs": 5}, 5),
         ({"logprobs": 5, "top_logprobs": 5}, 5),
         ({"logprobs": 0}, 0),
-        ({"logprobs": False}, None),
-        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": False}, False),
+        ({"logprobs": False, "top_logprobs": 0}, False),
+        ({"sampling_params": {"logprobs": False}}, False),
         ({"top_logprobs": None}, None),
         ({"sampling_params": {"logprobs": 3}}, 3),
     ],
     ids=str,
 )
-def test_logprobs_as_chats_completions_and_vllm_ask_for_them(fields: dict[str, Any], num_logprobs: int | None) -> None:
+def test_logprobs_as_chats_completions_and_vllm_ask_for_them(
+    fields: dict[str, Any], num_logprobs: int | bool | None
+) -> None:
     (row,) = read({"prompt": "a", **fields})
-    assert row.params == SamplingParams(logprobs=num_logprobs)
+    assert row.params.logprobs is num_logprobs
 
 
 def test_text_parts_are_joined_and_tool_messages_stay() -> None:
@@ -231,7 +252,7 @@ def test_templates_that_are_refused(template: str) -> None:
 
 
 def test_options_that_contradict() -> None:
-    for options in ({"limit": 0}, {"system": ""}, {"system": "x", "chat": False}):
+    for options in ({"limit": 0}, {"system": ""}, {"system": "x", "chat": False}, {"on_error": "recrod"}):
         with pytest.raises(InvalidParameterError):
             ReadOptions(**options)  # type: ignore[arg-type]
 

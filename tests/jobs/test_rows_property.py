@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_batch.errors import Fault
+from minisgl_batch.other_fields import UNSUPPORTED
 from minisgl_jobs.chunks import chunk_sha256, decode_chunk, encode_chunk
 from minisgl_jobs.faults import render_faults
-from minisgl_jobs.fields import ROW_FIELDS, UNSUPPORTED
+from minisgl_jobs.fields import ROW_FIELDS
 from minisgl_jobs.model import Row
 from minisgl_jobs.rows import ReadOptions, RowReader, read_rows
 

@@ -91,6 +91,20 @@ def test_columns_that_the_job_or_any_row_asks_for(tmp_path: Path) -> None:
     assert columns(["a", "b"]) == frozenset()
     assert columns(["a", asking, "c"]) == {"logprobs"}
     assert columns(["a"], logprobs=0, prompt_logprobs=0) == {"logprobs", "prompt_logprobs"}
+    assert columns(["a", {"prompt": "b", "logprobs": False}], logprobs=False) == frozenset()
+
+
+def test_rows_that_contradict_the_job_are_found(tmp_path: Path) -> None:
+    job = SamplingParams(min_tokens=5, temperature=0.5)
+    rows = [{"prompt": "a", "max_tokens": 4}, {"prompt": "b", "max_tokens": 5}, {"prompt": "c", "choices": ["yes"]}]
+    with pytest.raises(InvalidInputError) as caught:
+        prepare(rows, model="m", output=tmp_path, params=job)
+    assert [(fault.line, fault.field, fault.problem) for fault in caught.value.faults] == [
+        (1, "min_tokens", "must be at most max_tokens, which is 4, got 5 (with the job's options)")
+    ]
+    with pytest.raises(InvalidInputError, match=r"max_tokens +says nothing beside choices") as caught:
+        prepare(rows, model="m", output=tmp_path, params=SamplingParams(choices=["yes", "no"]))
+    assert [fault.line for fault in caught.value.faults] == [1, 2]
 
 
 def test_all_faults_are_found_and_nothing_is_left(tmp_path: Path) -> None:
@@ -101,6 +115,11 @@ def test_all_faults_are_found_and_nothing_is_left(tmp_path: Path) -> None:
         prepare(source, model="m", output=tmp_path / "out")
     assert [fault.line for fault in caught.value.faults] == [2, 3, 5]
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_a_transport_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameterError, match="transport: must be one of auto, value, reference, got 'values'"):
+        prepare(["a"], model="m", output=tmp_path, transport="values")  # type: ignore[arg-type]
 
 
 def test_faults_can_be_recorded(tmp_path: Path) -> None:
@@ -170,7 +189,7 @@ def test_inputs_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="rows holds no rows"):
         prepare([], model="m", output=tmp_path)
     (tmp_path / "_SUCCESS").touch()
-    with pytest.raises(OutputError, match="--overwrite"):
+    with pytest.raises(OutputError, match="`overwrite`"):
         prepare(["a"], model="m", output=tmp_path)
 
 

@@ -22,7 +22,7 @@ from minisgl_batch.messages import (
     AbortRequests,
     AddRequests,
     EngineStats,
-    NewRequest,
+    NewPrompt,
     Ready,
     Shutdown,
     StepOutput,
@@ -66,7 +66,7 @@ class EchoEngine:
         self._logs = [os.open(f"{config.log}{suffix}", flags) for suffix in ("", ".ended") if config.log]
         self._lines: dict[int, str] = {}  # by uid
         self._steps = os.open(config.steps, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if config.steps else -1
-        self._waiting: dict[int, NewRequest] = {}
+        self._waiting: dict[int, NewPrompt] = {}
         self._uids = np.full(config.max_running, -1, dtype=np.int64)
         self._lengths = np.zeros(config.max_running, dtype=np.int64)
         self._positions = np.zeros(config.max_running, dtype=np.int64)
@@ -82,9 +82,10 @@ class EchoEngine:
 
     def _handle(self, message: ToEngine) -> bool:
         match message:
-            case AddRequests(requests):
-                self._note(requests)
-                self._waiting.update((request.uid, request) for request in requests)
+            case AddRequests(prompts):
+                added = {request.uid: prompt for prompt in prompts for request in prompt.requests}
+                self._note(added)
+                self._waiting.update(added)
             case AbortRequests(uids):
                 for uid in uids:
                     self._waiting.pop(uid, None)
@@ -96,18 +97,18 @@ class EchoEngine:
                 return False
         return True
 
-    def _note(self, requests: list[NewRequest]) -> None:
+    def _note(self, added: dict[int, NewPrompt]) -> None:
         if self._logs:
             now = time.monotonic()
-            for request in requests:
-                ids = ",".join(map(str, np.frombuffer(request.prompt_ids, np.int32)))
-                self._lines[request.uid] = f"{now:.6f} {ids}\n"
-            os.write(self._logs[0], "".join(self._lines[request.uid] for request in requests).encode())
+            for uid, prompt in added.items():
+                ids = ",".join(map(str, np.frombuffer(prompt.prompt_ids, np.int32)))
+                self._lines[uid] = f"{now:.6f} {ids}\n"
+            os.write(self._logs[0], "".join(self._lines[uid] for uid in added).encode())
 
     def _step(self) -> None:
         """A token for each request that runs."""
         for place, uid in zip(np.flatnonzero(self._uids < 0).tolist(), list(self._waiting), strict=False):
-            self._begin(place, self._waiting.pop(uid))
+            self._begin(place, uid, self._waiting.pop(uid))
         places = np.flatnonzero(self._uids >= 0)
         if not len(places):
             return
@@ -123,15 +124,15 @@ class EchoEngine:
         self._send(places, tokens, np.where(has_ended, FINISH_LENGTH, NOT_FINISHED).astype(np.uint8))
         self._uids[places[has_ended]] = -1
 
-    def _begin(self, place: int, request: NewRequest) -> None:
-        ids = np.frombuffer(request.prompt_ids, dtype=np.int32)
+    def _begin(self, place: int, uid: int, prompt: NewPrompt) -> None:
+        ids = np.frombuffer(prompt.prompt_ids, dtype=np.int32)
         if ids[0] == self._config.poison:
             os.kill(os.getpid(), signal.SIGKILL)
         while ids[0] == self._config.hang:
             time.sleep(60)
-        length = min(request.sampling.max_tokens, MAX_SEQ_LEN - len(ids))
+        length = min(prompt.sampling.max_tokens, MAX_SEQ_LEN - len(ids))
         self._answers[place, :length] = np.resize(ids, length)
-        self._uids[place], self._lengths[place], self._positions[place] = request.uid, length, 0
+        self._uids[place], self._lengths[place], self._positions[place] = uid, length, 0
         self._num_prompt_tokens += len(ids)
 
     def _send(self, places: np.ndarray, tokens: np.ndarray, finish: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from minisgl_batch.child_process import ChildBeat, ChildFailed, ChildPlan, ChildProcess, ChildReady
-from minisgl_batch.errors import RankLostError
+from minisgl_batch.errors import InvalidParameterError, RankLostError
 from minisgl_workers.children import Children, _Child
+from tests.jobs.helpers import wait_for
 from tests.workers.toy_child import ToyConfig
 
 
@@ -54,6 +56,35 @@ def test_a_child_that_is_ready_has_beaten(tmp_path: Path) -> None:
     assert isinstance(child.read_status(), ChildBeat)
     assert isinstance(child.read_status(), ChildReady)
     child.stop(0.0)
+
+
+def test_the_spare_child_of_a_group_that_is_refused_ends_in_order(tmp_path: Path) -> None:
+    """RQ lists a worker that was killed for minutes."""
+    (tmp_path / "frontend.do").write_text("never ready\n")
+    plans = [
+        ChildPlan(
+            name, "tests.workers.toy_child", ToyConfig(name, str(tmp_path), str(tmp_path)), is_spare=name == "tasks"
+        )
+        for name in ("frontend", "tasks")
+    ]
+    children = Children(plans, first_backoff_s=1.0, hang_s=60.0)
+    woken, wake = os.pipe()
+    children.start(woken)
+    wait_for("the spare child", (tmp_path / "tasks.pid").exists)
+    while children.failure is None:
+        children.wait()
+    children.stop(0.0)
+    assert (tmp_path / "ended").exists()
+    os.close(woken)
+    os.close(wake)
+
+
+def test_errors_of_options_keep_their_names() -> None:
+    failure = ChildFailed(str(InvalidParameterError("max_seq_len", "is too much")), True, 2, field="max_seq_len")
+    error = failure.error()
+    assert isinstance(error, InvalidParameterError)
+    assert (error.field, error.reason) == ("max_seq_len", "is too much")
+    assert ChildFailed("it died", False, 7).error().exit_code == 7
 
 
 def test_a_child_that_ends_before_it_got_its_configuration_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

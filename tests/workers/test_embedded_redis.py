@@ -17,8 +17,9 @@ import pytest
 
 from minisgl_batch.errors import RedisUnavailableError
 from minisgl_jobs.connection import connect
+from minisgl_jobs.own_server import default_data_dir
 from minisgl_workers import embedded_redis
-from minisgl_workers.embedded_redis import EmbeddedRedis, default_data_dir, find_server
+from minisgl_workers.embedded_redis import EmbeddedRedis, find_server
 from minisgl_workers.redis_watchdog import answers
 
 T = TypeVar("T")

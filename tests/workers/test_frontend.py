@@ -114,5 +114,5 @@ def test_rows_are_not_sent_to_the_engine_when_their_lease_ran_out_while_they_wer
     frontend = Frontend(*stubs, WorkerInfo("w", "m"), cast(Any, None))
     frontend.run(100)
     added = [message for message in sent if isinstance(message, AddRequests)]
-    assert [len(message.requests) for message in added] == [2]
+    assert [len(message.prompts) for message in added] == [2]
     assert [(key, result.error is not None) for key, result in work.results.items()] == [((1, 0), True)]

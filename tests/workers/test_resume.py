@@ -222,7 +222,7 @@ def test_another_job_is_refused_by_what_differs(
             submit(**options)
         if "seed" not in words:
             assert isinstance(caught.value, OutputError)
-            assert "choose another folder, or overwrite it with --overwrite" in str(caught.value)
+            assert "choose another folder, or overwrite it with `overwrite`" in str(caught.value)
         if not is_over:
             finish(worker, job)
 

@@ -30,9 +30,9 @@ class ToyConfig(msgspec.Struct, frozen=True):
 
 def main(config: ToyConfig, status: StatusPipe) -> None:
     orders, progress = Path(config.folder) / f"{config.name}.do", itertools.count()
+    signal.signal(signal.SIGTERM, lambda *_: drain(config))
     if config.name == "frontend":
         (Path(config.sockets) / "socket").touch()
-        signal.signal(signal.SIGTERM, lambda *_: drain(config))
     note = Path(config.folder) / f".{config.name}"
     note.write_text(str(os.getpid()))
     note.rename(Path(config.folder) / f"{config.name}.pid")
@@ -81,8 +81,9 @@ def take(orders: Path) -> str:
 
 
 def drain(config: ToyConfig) -> None:
-    (Path(config.folder) / "drained").touch()
-    if not (Path(config.folder) / "stubborn").exists():
+    is_frontend = config.name == "frontend"
+    (Path(config.folder) / ("drained" if is_frontend else "ended")).touch()
+    if not (is_frontend and (Path(config.folder) / "stubborn").exists()):
         sys.exit(0)
 
 

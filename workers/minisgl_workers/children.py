@@ -33,6 +33,7 @@ MAX_BACKOFF_S = 30.0
 SILENT_S = 30.0  # far more than a beating process can be kept from beating by its own work or by a busy machine
 MIN_SILENT_S = 3.0  # a few beats
 FIRST_BACKOFF_S = 1.0
+SPARE_STOP_S = 2.0
 STABLE_AFTER_S = 60.0  # what lived so long begins its backoff anew
 
 
@@ -119,7 +120,15 @@ class Children:
             process.send_signal(signal.SIGTERM)
 
     def stop(self, timeout_s: float) -> None:
-        """End all: those that don't end within `timeout_s` of a SIGTERM are killed; without a time, all."""
+        """End all: those that don't end within `timeout_s` of a SIGTERM are killed; without a time, all.
+
+        If the group was never ready, spare ones have a moment to end in order: RQ remembers a killed worker.
+        """
+        if not self.is_ready:
+            for child in self._children:
+                if child.plan.is_spare and child.process is not None:
+                    child.process.stop(SPARE_STOP_S)
+                    child.process = None
         running = [child.process for child in self._children if child.process is not None]
         if timeout_s > 0:
             for process in running:

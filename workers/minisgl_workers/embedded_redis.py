@@ -13,7 +13,6 @@ Knows nothing of jobs. Called by the command line when no Redis URL is given, an
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.util
 import os
 import re
@@ -24,20 +23,13 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import quote
 
 from minisgl_batch.errors import RedisUnavailableError
+from minisgl_jobs.own_server import default_data_dir, socket_path, socket_url
 from minisgl_workers import redis_watchdog
 
 MIN_VERSION = (6, 2)
-MAX_SOCKET_PATH_BYTES = 100  # 104 on macOS, 108 on Linux, both with the closing NUL
 LOCK_TIMEOUT_S = 90.0  # longer than a watchdog needs to start a server or to stop one
-
-
-def default_data_dir() -> Path:
-    """The folder of this user's shared server."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "minisgl-batch" / "redis"
 
 
 def find_server() -> Path:
@@ -82,8 +74,8 @@ class EmbeddedRedis:
         self._server = server
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.data_dir.chmod(0o700)
-        self._socket = _socket_path(self.data_dir)
-        self.url = f"unix://{quote(str(self._socket))}"
+        self._socket = socket_path(self.data_dir)
+        self.url = socket_url(self._socket)
         self._users: int | None = self._lock("users.lock", fcntl.LOCK_SH)
         try:
             self.ensure_running()
@@ -195,16 +187,3 @@ def _version(server: Path) -> tuple[int, ...]:
         return ()
     match = re.search(r"v=(\d+)\.(\d+)", printed)
     return (int(match[1]), int(match[2])) if match else ()
-
-
-def _socket_path(data_dir: Path) -> Path:
-    path = data_dir / "redis.sock"
-    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
-        return path
-    name = hashlib.sha256(os.fsencode(data_dir)).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"minisgl-{os.getuid()}-{name}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise RedisUnavailableError(f"{folder} belongs to somebody else: remove it, or give --redis URL")
-    return folder / "redis.sock"

@@ -24,7 +24,7 @@ from minisgl_batch.messages import (
     AddRequests,
     EngineStats,
     FromEngine,
-    NewRequest,
+    NewPrompt,
     Ready,
     RequestsRefused,
     Shutdown,
@@ -105,6 +105,7 @@ class Frontend:
         self._stats = EngineStats()
         self._rate = _Rate()
         self._next_uid = 0
+        self._has_sent_vocabulary = False
         self._drain_until: float | None = None
         self._next_exchange = 0.0
 
@@ -188,19 +189,22 @@ class Frontend:
 
     def _run_part(self, work: ChunkWork, part: list[Row]) -> None:
         work.start(part)
-        requests = self._prepare(work, part)
-        if not requests:
+        prompts, samples = self._prepare(work, part)
+        if not prompts:
             return
         if self._delivery.holds(work):
-            self._publishing.started(requests, self._running, self._outputs)
-            self._link.send(AddRequests(requests))
+            self._publishing.started(samples, self._outputs)
+            if not self._has_sent_vocabulary and any(prompt.constraint is not None for prompt in prompts):
+                self._link.send(self._tokenizer.vocabulary())
+                self._has_sent_vocabulary = True
+            self._link.send(AddRequests(prompts))
         else:  # this process was stopped for so long that others may have run these rows by now
-            self._forget([request.uid for request in requests])
+            self._forget(samples)
             work.take_back(part)
 
-    def _prepare(self, work: ChunkWork, rows: list[Row]) -> list[NewRequest]:
-        """The requests of rows that are to run; those that can't be run fail."""
-        spec, requests = work.lease.spec, list[NewRequest]()
+    def _prepare(self, work: ChunkWork, rows: list[Row]) -> tuple[list[NewPrompt], list[RunningSample]]:
+        """What the engine is asked for rows that are to run, and their samples; rows that can't be run fail."""
+        spec, prompts, samples = work.lease.spec, list[NewPrompt](), list[RunningSample]()
         options = [ChatOptions.of(row.params, spec.params) for row in rows]
         encoded = self._tokenizer.encode_inputs([row.input for row in rows], system=spec.system, options=options)
         started_at = time.time()
@@ -216,32 +220,31 @@ class Frontend:
                     max_len=self._max_seq_len,
                     job_seed=spec.seed,
                     row_index=row.row_index,
+                    prompt=row.input,
                 )
             except RequestError as error:
                 work.fail(row, error)
                 continue
-            messages = resolved.messages(self._next_uid)
-            self._next_uid += len(messages)
-            for sample_index in work.missing_samples(row):
-                request = messages[sample_index]
-                self._outputs.add_request(request, resolved)
-                self._running[request.uid] = RunningSample(
-                    request.uid, work, row, sample_index, request.sampling.seed, started_at
-                )
-                requests.append(request)
-        return requests
+            missing = work.missing_samples(row)
+            prompt = resolved.message(self._next_uid, missing)
+            self._next_uid += len(prompt.requests)
+            prompts.append(prompt)
+            for uid, sample_index in zip(self._outputs.add_prompt(prompt, resolved), missing, strict=True):
+                sample = RunningSample(uid, work, row, sample_index, resolved.sampling.seed, started_at)
+                self._running[uid] = sample
+                samples.append(sample)
+        return prompts, samples
 
     def _stop_samples(self, samples: list[RunningSample]) -> None:
         """Give up samples whose results nobody wants any more."""
-        uids = [sample.uid for sample in samples]
-        if uids:
-            self._forget(uids)
-            self._link.send(AbortRequests(uids))
+        if samples:
+            self._link.send(AbortRequests(self._forget(samples)))
 
-    def _forget(self, uids: list[int]) -> None:
-        for uid in uids:
-            del self._running[uid]
-        self._outputs.abort(uids)
+    def _forget(self, samples: list[RunningSample]) -> list[int]:
+        """Expect nothing more of them; answers the uids of their requests."""
+        for sample in samples:
+            del self._running[sample.uid]
+        return self._outputs.abort([sample.uid for sample in samples]).aborts
 
     # ------------------------------------------------------ from the engine
 
@@ -272,7 +275,7 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     options = config.options
     link = FrontendSide(Path(config.socket_directory))
     client = connect_patiently(options.redis_url)
-    tokenizer = ModelTokenizer.load(model_path(options.engine.model))
+    tokenizer = ModelTokenizer.load(model_path(options.engine.model, options.engine.revision))
     ready = _wait_for_engine(link)
     queue, kept = (
         ChunkQueue(client, options.model, config.worker_id, lease_s=options.lease_s, engine=ready.description)

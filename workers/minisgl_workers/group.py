@@ -12,8 +12,6 @@ from typing import Any
 
 from minisgl_batch.child_process import ChildPlan
 from minisgl_batch.distributed.place import FOLLOWER, FollowerConfig, places_on_node, places_on_this_host
-from minisgl_batch.hub import model_path
-from minisgl_batch.models.config import load_model_config
 from minisgl_jobs.connection import connect
 from minisgl_jobs.roots import SEPARATOR, VARIABLE, AllowedRoots
 from minisgl_workers.options import FrontendConfig, RankConfig, TaskRunnerConfig, WorkerOptions
@@ -77,8 +75,7 @@ def run_worker(
     """
     # A wrong name, model, size or URL shows here, before weights are downloaded and any process starts.
     AllowedRoots(options.allow_roots)
-    load_model_config(model_path(options.engine.model, weights=False)).check_tp_size(options.engine.tp)
-    model_path(options.engine.model)  # so that the processes find the weights
+    options = options.fetched()
     if options.node is None or options.node.rank == 0:
         connect(options.redis_url).close()
 

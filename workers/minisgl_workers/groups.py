@@ -66,6 +66,7 @@ class Groups:
         self, options: WorkerOptions, num_groups: int, on_ready: Callable[[int, dict[str, dict[str, Any]]], None]
     ) -> None:
         self._on_ready = on_ready
+        options = options.fetched()
         gpus = [] if options.engine.device == "cpu" else visible_gpus()
         self._groups = [
             _Group(number, *share_of_host(options, number, num_groups, gpus)) for number in range(num_groups)
@@ -113,7 +114,7 @@ class Groups:
                 self._on_ready(group.number, info)
             case ChildFailed() as failure:
                 if not group.was_ready:
-                    raise WorkerError(failure.message, exit_code=failure.exit_code)
+                    raise failure.error()
                 self._forget(group)
                 group.gave_up = True
                 logger.error("group %d gives up: %s", group.number, failure.message)

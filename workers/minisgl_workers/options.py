@@ -6,6 +6,7 @@ import msgspec
 
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.place import RankPlace
+from minisgl_batch.models.fetch import fetch_model
 from minisgl_jobs.leases import LEASE_S
 
 DRAIN_S = 20.0
@@ -58,6 +59,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     def model(self) -> str:
         """The served model's name."""
         return self.served_model_name or self.engine.model
+
+    def fetched(self) -> WorkerOptions:
+        """With what `fetch_model` makes of the engine's; jobs call the model as before. Errors as there."""
+        return msgspec.structs.replace(self, engine=fetch_model(self.engine), served_model_name=self.model)
 
 
 class FrontendConfig(msgspec.Struct, frozen=True):

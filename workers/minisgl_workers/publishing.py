@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from minisgl_batch.messages import NewRequest
 from minisgl_batch.reasoning import Reasoning
 from minisgl_batch.tokenizer import OutputProcessor, TextDelta
 from minisgl_jobs.model import Row
@@ -34,14 +33,11 @@ class Publishing:
     def __init__(self, publisher: TokenPublisher) -> None:
         self._publisher = publisher
 
-    def started(
-        self, requests: Iterable[NewRequest], running: Mapping[int, RunningSample], outputs: OutputProcessor
-    ) -> None:
-        """New requests are about to run: follow those of watched jobs from their first token."""
-        for request in requests:
-            sample = running[request.uid]
+    def started(self, samples: Iterable[RunningSample], outputs: OutputProcessor) -> None:
+        """These are about to run: follow those of watched jobs from their first token."""
+        for sample in samples:
             if self._publisher.is_watched(sample.work.job_id):
-                outputs.watch(request.uid)
+                outputs.watch(sample.uid)
                 self._publisher.add(sample.work.job_id, _delta(sample, 0, ""))
 
     def delta(self, sample: RunningSample, delta: TextDelta, outputs: OutputProcessor) -> None:

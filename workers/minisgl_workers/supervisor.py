@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_batch.child_process import ChildFailed, ChildPlan
-from minisgl_batch.errors import WorkerError
 from minisgl_workers.children import FIRST_BACKOFF_S, STABLE_AFTER_S, Children, backoff_s
 from minisgl_workers.signals import StopSignals
 from minisgl_workers.socket_directory import socket_directory
@@ -81,7 +80,7 @@ class Supervisor:
                 elif not children.suspects:  # rows that kill their worker are found and given up: it takes some deaths
                     num_failures += 1
                 if not self._was_ready or num_failures > self._plan.max_failures:
-                    raise WorkerError(failure.message, exit_code=failure.exit_code)
+                    raise failure.error()
                 delay_s = backoff_s(max(1, num_failures), self._plan.first_backoff_s)
                 logger.error("%s; starting the group again in %g s", failure.message, delay_s)
                 if self._signals.sleep(delay_s):

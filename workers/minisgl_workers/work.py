@@ -139,6 +139,7 @@ class ChunkWork:
                 metadata=row.metadata,
                 reasoning_text=sample.reasoning_text,
                 raw_text=sample.raw_text,
+                choices=sample.choices,
             )
         )
 

@@ -13,8 +13,10 @@ import redis
 from click.testing import CliRunner, Result
 
 from minisgl_batch.cli.main import cli
+from minisgl_batch.client import Client
+from minisgl_jobs.model import JobState
 from minisgl_workers.embedded_redis import EmbeddedRedis
-from tests.minisgl_batch.echo_worker import MODEL
+from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
 
 RunCli = Callable[..., Result]
 
@@ -57,3 +59,12 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     lines = (json.dumps({"prompt": row} if isinstance(row, str) else row) for row in rows)
     path.write_text("".join(f"{line}\n" for line in lines))
     return path
+
+
+def end(client: redis.Redis, job_id: str) -> None:
+    """Cancel a job that a test is done with, and see it to its end."""
+    with Client() as api:
+        job = api.job(job_id)
+        job.cancel()
+        with EchoWorker(client):
+            assert job.wait(20).state is JobState.CANCELED

@@ -67,8 +67,10 @@ def test_every_row_that_can_not_be_served_is_listed(run_cli: RunCli, tmp_path: P
     shown = run_cli(*arguments, code=1).stderr
     assert (shown.count("row_index "), "... and 5 more; --max-faults lists them" in shown) == (20, True)
     assert run_cli(*arguments, "--max-faults", 25, code=1).stderr.count("row_index ") == 25
-    good = write_rows(tmp_path / "good.jsonl", ["a"])
+    good = write_rows(tmp_path / "good.jsonl", ["a", {"prompt": "a", "structured_outputs": {"regex": "a+"}}])
     run_cli("submit", good, "--model", "demo", "--dry-run")
+    bad = write_rows(tmp_path / "bad.jsonl", ["a", {"prompt": "a", "structured_outputs": {"regex": "(a"}}])
+    assert "unclosed group" in run_cli("submit", bad, "--model", "demo", "--dry-run", code=1).stderr
 
 
 def test_tokens_are_counted_without_torch(run_cli: RunCli, tmp_path: Path) -> None:

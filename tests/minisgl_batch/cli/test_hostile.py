@@ -284,4 +284,5 @@ def test_completion_knows_commands_and_jobs(submit: Callable[..., str], monkeypa
     monkeypatch.setenv("MINISGL_REDIS", "unix:///nowhere/redis.sock")
     assert complete("cancel", "my") == []
     monkeypatch.delenv("MINISGL_REDIS")
+    monkeypatch.setenv("XDG_STATE_HOME", "/nowhere")
     assert complete("cancel", "my") == []

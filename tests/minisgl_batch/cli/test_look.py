@@ -12,7 +12,7 @@ import redis
 from minisgl_batch.client import Client
 from minisgl_jobs.model import JobState
 from tests.jobs.helpers import wait_for
-from tests.minisgl_batch.cli.conftest import RunCli
+from tests.minisgl_batch.cli.conftest import RunCli, write_rows
 from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
 
 
@@ -61,6 +61,22 @@ def test_a_job_from_waiting_to_finished(
     assert record["cached_share"] == 0.5
     assert record["tokens_per_s"] == pytest.approx(24 / max(record["finished_at"] - record["started_at"], 1e-3))
     assert record["finished_at"] >= record["started_at"] >= record["queued_at"] >= record["created_at"]
+
+
+def test_texts_that_were_cut_are_counted(
+    run_cli: RunCli, client: redis.Redis, tmp_path: Path, submit: Callable[..., str]
+) -> None:
+    source = write_rows(tmp_path / "cut.jsonl", [{"prompt": "a", "max_tokens": 9}, "b", "c"])
+    options = ("--max-tokens", 1, "--structured-outputs", '{"json_object": true}', "-o", tmp_path / "cut", "--wait")
+    with EchoWorker(client):
+        result = run_cli("submit", source, "--model", MODEL, *options)
+        whole = submit(["a"], "--wait")
+    cut = "2 of 3 texts ended by max_tokens or with the context; as structured outputs these aren't complete"
+    assert cut in result.stderr
+    job_id = result.stdout.strip()
+    assert fields(run_cli("status", job_id).stdout)["cut"] == cut
+    assert json.loads(run_cli("status", job_id, "--json").stdout)["texts_cut"] == 2
+    assert "cut" not in fields(run_cli("status", whole).stdout)
 
 
 def test_a_job_whose_manifest_can_not_be_read(

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from minisgl_batch import __version__
 from minisgl_batch.cli.main import COMMANDS, cli, main
 from minisgl_batch.client import Client
-from minisgl_batch.errors import InvalidParameterError, ModelError, UsageError
+from minisgl_batch.errors import InvalidParameterError, ModelError, ModelUnavailableError, UsageError
 from tests.minisgl_batch.cli.conftest import RunCli
 from tests.processes import run_python
 
@@ -54,6 +54,18 @@ def test_commands_load_no_torch() -> None:
     assert run_python(f"import sys, {modules}; print('torch' in sys.modules)") == "False\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("run", "--tensor-parallel-size", "1"), "did you mean --tp?"),
+        (("submit", "--quantization", "fp8"), "it is an option of run, worker, bench"),
+        (("jobs", "--colour"), "No such option"),
+    ],
+)
+def test_options_that_there_are_not(run_cli: RunCli, arguments: tuple[str, ...], hint: str) -> None:
+    assert hint in run_cli(*arguments, code=2).stderr
+
+
 def test_the_package_is_the_command() -> None:
     command = [sys.executable, "-m", "minisgl_batch", "--version"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -71,7 +83,8 @@ def test_version_and_unknown_commands() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (ModelError("no such model"), 1, "Error: no such model\n"),
+        (ModelError("no such model"), 2, "Error: no such model\n"),
+        (ModelUnavailableError("no memory"), 1, "Error: no memory\n"),
         (UsageError("they contradict"), 2, "Error: they contradict\n"),
         (InvalidParameterError("as_json", "is wrong"), 2, "Error: --json: is wrong\n"),
         (InvalidParameterError("elsewhere", "is wrong"), 2, "Error: elsewhere: is wrong\n"),

@@ -25,6 +25,8 @@ VALUES: dict[str, Any] = {
     "max_seq_len": 512,
     "memory_ratio": 0.25,
     "dtype": "float32",
+    "quantization": "fp8",
+    "kv_cache_dtype": "fp8",
     "attention_backend": "torch,torch",
     "cuda_graph_max_bs": 32,
     "cache": "naive",
@@ -55,22 +57,31 @@ def test_defaults_are_those_of_the_config(started: list[WorkerOptions]) -> None:
 
 def test_every_engine_option_as_flag_and_in_the_environment(started: list[WorkerOptions]) -> None:
     flags = [arg for name, value in VALUES.items() for arg in (f"--{name.replace('_', '-')}", str(value))]
-    flags += ["--overlap", "--mixed", "--no-share-prefixes", "--no-pynccl", "--dummy-weights"]
-    start(*flags, "--served-model-name", "x", "--drain-s", "3", "--input-s", "7")
+    flags += ["--overlap", "--mixed", "--no-share-prefixes", "--batch-invariant", "--no-pynccl", "--dummy-weights"]
+    start(*flags, "--served-model-name", "x", "--revision", "v1", "--drain-s", "3", "--input-s", "7")
     env = {f"MINISGL_{name.upper()}": str(value) for name, value in VALUES.items()}
     switches = {
         "OVERLAP": "1",
         "MIXED": "1",
         "SHARE_PREFIXES": "0",
+        "BATCH_INVARIANT": "1",
         "PYNCCL": "0",
         "DUMMY_WEIGHTS": "true",
         "SERVED_MODEL_NAME": "x",
+        "REVISION": "v1",
     }
     start(env=env | {f"MINISGL_{name}": value for name, value in switches.items()})
-    engine = EngineConfig(
-        model="m", overlap=True, mixed=True, share_prefixes=False, pynccl=False, dummy_weights=True, **VALUES
-    )
-    tested = {"model", "overlap", "mixed", "share_prefixes", "pynccl", "dummy_weights", *VALUES}
+    given = {
+        "revision": "v1",
+        "overlap": True,
+        "mixed": True,
+        "share_prefixes": False,
+        "batch_invariant": True,
+        "pynccl": False,
+        "dummy_weights": True,
+    }
+    engine = EngineConfig(model="m", **given, **VALUES)
+    tested = {"model", *given, *VALUES}
     assert {field.name for field in fields(EngineConfig)} == tested
     by_flag, by_env = started
     assert by_flag == WorkerOptions(engine=engine, redis_url=URL, served_model_name="x", drain_s=3.0, input_s=7.0)

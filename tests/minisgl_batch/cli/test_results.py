@@ -20,6 +20,14 @@ from tests.minisgl_batch.cli.test_look import half_done
 from tests.minisgl_batch.echo_worker import EchoWorker
 
 
+def test_what_is_neither_job_nor_folder(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("nodir", "empty"):
+        error = run_cli("results", name, code=3).stderr
+        assert error.startswith(f"Error: no job {name}: ")
+        assert error.endswith("; and no folder of that name holds a dataset\n")
+
+
 def test_formats(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "a"}], "custom_id": "é"}, {"prompt": "b", "metadata": {"k": 1}}]
     with EchoWorker(client):

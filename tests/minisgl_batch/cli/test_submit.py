@@ -14,11 +14,13 @@ import redis
 
 from minisgl_batch.client import Client
 from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.structured_outputs import StructuredOutputsParams
 from minisgl_jobs.chunks import decode_chunk
+from minisgl_jobs.folder_lock import lock_folder
 from minisgl_jobs.keys import QueueKeys, queue_name
-from minisgl_jobs.model import JobState, Priority, Row
+from minisgl_jobs.model import Priority, Row
 from minisgl_jobs.queue import JobQueue
-from tests.minisgl_batch.cli.conftest import RunCli, write_rows
+from tests.minisgl_batch.cli.conftest import RunCli, end, write_rows
 from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
 
 TEN_FAULTS = [
@@ -42,15 +44,6 @@ def spec_of(client: redis.Redis, job_id: str) -> tuple[object, list[Row]]:
     with Client() as api:
         spec = api.job(job_id).status().spec
     return spec, decode_chunk(client.hget(keys.job(job_id, "in"), "0"))  # type: ignore[arg-type]
-
-
-def end(client: redis.Redis, job_id: str) -> None:
-    """Cancel a job that a test is done with, and see it to its end."""
-    with Client() as api:
-        job = api.job(job_id)
-        job.cancel()
-        with EchoWorker(client):
-            assert job.wait(20).state is JobState.CANCELED
 
 
 def test_prints_the_id_and_how_to_go_on(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
@@ -123,6 +116,31 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
     assert (spec.priority, spec.token_ids) == (Priority.HIGH, True)  # type: ignore[attr-defined]
     assert rows == [Row(row_index=0, prompt="Say a.")]
     end(client, job_id)
+
+
+def test_a_schema_comes_from_a_file(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    (tmp_path / "schema.json").write_text('{"type": "boolean"}')
+    schema = ["--json-schema", tmp_path / "schema.json"]
+    more = ("--structured-outputs", '{"disable_any_whitespace": true}')
+    job_id = run_cli("submit", source, "--model", MODEL, *schema, *more).stdout.strip()
+    spec, _ = spec_of(client, job_id)
+    given = StructuredOutputsParams(json={"type": "boolean"}, disable_any_whitespace=True)
+    assert spec.params == SamplingParams(structured_outputs=given)  # type: ignore[attr-defined]
+    end(client, job_id)
+    refused = run_cli("submit", source, "--model", MODEL, *schema, "--structured-outputs", '{"regex": "a"}', code=2)
+    assert "--json-schema: stands beside --structured-outputs" in refused.stderr
+    refused = run_cli("submit", source, "--model", MODEL, *schema, "--choices", "a,b", code=2)
+    assert "--json-schema: says nothing beside choices" in refused.stderr
+    assert "warning: --choices 'a,b' is one text" in refused.stderr
+    (tmp_path / "schema.json").write_text('{"type": "objekt"}')
+    refused = run_cli("submit", source, "--model", MODEL, *schema, code=2)
+    assert "--json-schema: Invalid type: objekt" in refused.stderr
+    refused = run_cli("submit", source, "--model", MODEL, "--structured-outputs", '{"regex": "("}', code=2)
+    assert "--structured-outputs: " in refused.stderr
+    (tmp_path / "schema.json").write_text("null")
+    refused = run_cli("submit", source, "--model", MODEL, *schema, code=2)
+    assert "schema.json holds no JSON schema" in refused.stderr
 
 
 def test_no_options_set_nothing(client: redis.Redis, submit: Callable[..., str]) -> None:
@@ -262,3 +280,42 @@ def test_a_table_is_left_where_it_is_and_its_columns_come_out(
     assert status.spec.reference is not None
     assert (status.rows_ok, again.stdout.strip()) == (3, job_id)
     assert f"job {job_id} has nothing left to do: 3 of 3 rows are in {tmp_path / 'out'}" in again.stderr
+    assert "queued" not in again.stderr
+
+
+def test_a_job_that_is_under_way_is_not_queued_anew(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    job_id = submit(["a"])
+    again = run_cli("submit", tmp_path / "in.jsonl", "--model", MODEL, "-o", tmp_path / "out")
+    assert again.stdout.strip() == job_id
+    assert f"job {job_id} is queued already, for {MODEL}" in again.stderr
+    assert "row queued" not in again.stderr
+    end(client, job_id)
+
+
+def test_nothing_is_submitted_to_the_folder_of_a_run(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source, folder = write_rows(tmp_path / "in.jsonl", ["a"]), tmp_path / "out"
+    folder.mkdir()
+    (folder / "_JOB").write_text("rows-1")
+    with lock_folder(folder, alone=True):
+        refused = run_cli("submit", source, "--model", MODEL, "-o", folder, "--overwrite", code=2)
+    assert f"another run (job rows-1) writes to {folder}: wait for its end, or give another --output" in refused.stderr
+    assert os.listdir(folder) == ["_JOB"]
+    assert list(client.scan_iter()) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (["a"], ("--system", "x", "--no-chat"), "--system: needs chat messages: leave out --no-chat, or --system"),
+        (["a"], ("--keep-columns", "c"), "no row has 'c', which --keep-columns names"),
+        ([{"text": "a"}], (), "Rename it, or say --prompt-column text (or --template)"),
+    ],
+)
+def test_errors_name_options_as_they_are_written_here(
+    run_cli: RunCli, tmp_path: Path, rows: list[object], options: tuple[str, ...], message: str
+) -> None:
+    """Our own checks name arguments, which are those of programs, too."""
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    assert message in run_cli("submit", source, "--model", MODEL, *options, code=2).stderr
