@@ -22,15 +22,17 @@ from minisgl_batch.attention.decode_buffers import DecodeBuffers
 from minisgl_batch.attention.fi import FlashInferDecode
 from minisgl_batch.attention.parts import DecodePart, OwnPagesPart
 from minisgl_batch.attention.two_level import TwoLevelDecode
+from minisgl_batch.attention.widened import WidenedLayer
 from minisgl_batch.batch import NO_EDITS, IntArray, ScheduledBatch, SharedPrefixes
 from minisgl_batch.engine.transfer import CudaTransfer
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
+from minisgl_kernels.e4m3 import E4M3
 
 LAYERS = 4  # read in turn, so that a replay doesn't find its KV in the cache
 OWN_TOKENS = 288  # behind shared prefixes
 HEADS = {"16/8": AttnHeads(16, 8, 128, 128**-0.5), "40/8": AttnHeads(40, 8, 128, 128**-0.5)}
 ROWS = ((256, 200, 1100), (128, 700, 1500), (48, 1000, 1900), (8, 1000, 1900))  # (rows, shortest, longest)
-KERNELS = ("ours", "FlashInfer on CUDA cores", "FlashInfer on tensor cores")
+KERNELS = ("ours", "ours, fp8 KV", "FlashInfer on CUDA cores", "FlashInfer on tensor cores")
 
 
 class Layers:
@@ -50,9 +52,10 @@ class Layers:
             page_size=page_size,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
-            dtype=torch.bfloat16,
+            dtype=E4M3 if kernel.endswith("fp8 KV") else torch.bfloat16,
             device=device,
         )
+        self.widened = WidenedLayer(self.pool, torch.bfloat16) if self.pool.dtype == E4M3 else None
         self.table = torch.randperm(num_rows * self.max_pages, device=device).int().view(num_rows, self.max_pages)
         self.table[:, :shared_pages] = self.table[0, :shared_pages].clone()
         self.tokens = torch.zeros((num_rows, max(lens) + 1), dtype=torch.int32, device=device)
@@ -60,14 +63,15 @@ class Layers:
         self.buffers = DecodeBuffers(num_rows, self.max_pages, 1, page_size, num_rows - 1, device, upload_into)
         self.own: OwnPagesPart = (
             CudaDecode(self.pool, heads, self.buffers)
-            if kernel == "ours"
+            if kernel.startswith("ours")
             else FlashInferDecode(self.pool, heads, self.buffers, use_tensor_cores="tensor" in kernel)
         )
         self.heads, self.lens, self.shared_pages = heads, np.array(lens, np.int32), shared_pages
 
     def us(self, *, two_levels: bool = False) -> float:
         """Median microseconds of a layer."""
-        part = TwoLevelDecode(self.pool, self.heads, self.own, self.buffers) if two_levels else self.own
+        two_level = TwoLevelDecode(self.pool, self.heads, self.own, self.buffers, self.widened)
+        part = two_level if two_levels else self.own
         num_rows = len(self.lens)
         part.make_ready(num_rows)
         indptr, kv_lens = self.buffers.fill(self._batch(two_levels), num_rows)
@@ -126,7 +130,8 @@ def ragged_lines() -> Iterator[dict[str, Any]]:
                 for kernel in KERNELS:
                     if name == "40/8" and kernel.endswith("CUDA cores"):
                         continue
-                    us = Layers(kernel, heads, page_size, lens).us()
+                    layers = Layers(kernel, heads, page_size, lens)
+                    us = layers.us()
                     yield {
                         "heads": name,
                         "rows": num_rows,
@@ -134,7 +139,7 @@ def ragged_lines() -> Iterator[dict[str, Any]]:
                         "page_size": page_size,
                         "kernel": kernel,
                         "us": round(us, 1),
-                        "tb_per_s": round(sum(lens) * 2 * 8 * 128 * 2 / us / 1e6, 2),
+                        "tb_per_s": round(sum(lens) * 2 * 8 * 128 * layers.pool.dtype.itemsize / us / 1e6, 2),
                     }
 
 
@@ -143,7 +148,7 @@ def shared_lines() -> Iterator[dict[str, Any]]:
         for num_rows in (64, 256):
             for prefix in (256, 512, 2048):
                 lens = [prefix + OWN_TOKENS + random.randint(-100, 100) for _ in range(num_rows)]
-                for kernel in ("ours", KERNELS[1] if name == "16/8" else KERNELS[2]):
+                for kernel in (*KERNELS[:2], KERNELS[2] if name == "16/8" else KERNELS[3]):
                     layers = Layers(kernel, heads, 16, lens, prefix // 16)
                     yield {
                         "heads": name,

@@ -13,14 +13,14 @@ import faulthandler
 import json
 import time
 from collections import defaultdict
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from minisgl_batch.bench import SHAPES, Bench
-from minisgl_batch.config import EngineConfig
-from minisgl_batch.messages import AbortRequests, AddRequests, NewRequest
+from minisgl_batch.config import EngineConfig, Quantization
+from minisgl_batch.messages import AbortRequests, AddRequests, NewPrompt, NewRequest
 from minisgl_batch.sampling_params import EngineSampling
 
 READ_BYTES_PER_S = 4.3e12
@@ -31,10 +31,10 @@ def start(bench: Bench, num_rows: int, context: int, first_uid: int, sampling: d
     """Rows that decode from about `context` tokens on; `sampling` are values of EngineSampling."""
     uids = list(range(first_uid, first_uid + num_rows))
     requests = [
-        NewRequest(
-            uid,
+        NewPrompt(
             np.random.randint(0, 10_000, context, dtype=np.int32).tobytes(),
             EngineSampling(**({"max_tokens": 1000, "temperature": 0.6, "seed": uid} | sampling)),
+            [NewRequest(uid)],
         )
         for uid in uids
     ]
@@ -55,7 +55,7 @@ def step_ms(bench: Bench, num_steps: int) -> float:
     return (time.perf_counter() - started) / num_steps * 1000
 
 
-def floor_ms(model: str, num_rows: int, context: float) -> float:
+def floor_ms(model: str, num_rows: int, context: float, quantization: Quantization | None) -> float:
     """Weights and KV read once at the memory's speed; of experts, as many as evenly routed rows need."""
     shape = SHAPES[model]
     layers, hidden, head_dim = shape["num_hidden_layers"], shape["hidden_size"], shape["head_dim"]
@@ -65,8 +65,9 @@ def floor_ms(model: str, num_rows: int, context: float) -> float:
     if "num_experts" in shape:
         touched = 1 - (1 - shape["num_experts_per_tok"] / shape["num_experts"]) ** num_rows
         width = touched * shape["num_experts"] * shape["moe_intermediate_size"]
-    weights = layers * hidden * (2 * q + kv + 3 * width) + hidden * shape["vocab_size"]
-    return 2 * (weights + num_rows * context * layers * kv) / READ_BYTES_PER_S * 1000
+    weights = layers * hidden * (2 * q + kv + 3 * width) * (2 if quantization is None else 1)
+    others = hidden * shape["vocab_size"] + num_rows * context * layers * kv
+    return (weights + 2 * others) / READ_BYTES_PER_S * 1000
 
 
 def kernel_table(bench: Bench, num_steps: int = 8) -> None:
@@ -94,6 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3-0.6b", choices=list(SHAPES))
     parser.add_argument("--context", type=int, default=600)
+    parser.add_argument("--quantization", choices=get_args(Quantization))
     parser.add_argument("--no-table", action="store_true")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--no-pynccl", action="store_true")
@@ -102,17 +104,25 @@ def main() -> None:
     given = parser.parse_args()
     faulthandler.dump_traceback_later(given.timeout_s, exit=True)
     pynccl = not given.no_pynccl
-    config = EngineConfig(model=given.model, dummy_weights=True, max_running=256, tp=given.tp, pynccl=pynccl)
+    config = EngineConfig(
+        model=given.model,
+        quantization=given.quantization,
+        dummy_weights=True,
+        max_running=256,
+        tp=given.tp,
+        pynccl=pynccl,
+    )
     with Bench(config) as bench:
         uid = 1 << 20
         for num_rows in BATCHES:
             uids = start(bench, num_rows, given.context, uid, given.sampling)
             uid += num_rows
             took = step_ms(bench, 50)
-            floor = floor_ms(given.model, num_rows, given.context + 45) / given.tp
+            floor = floor_ms(given.model, num_rows, given.context + 45, given.quantization) / given.tp
             line = {
                 "model": given.model,
                 "tp": given.tp,
+                "quantization": given.quantization or "none",
                 "batch": num_rows,
                 "context": given.context + 45,
                 "step_ms": round(took, 3),

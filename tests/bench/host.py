@@ -102,7 +102,7 @@ def tiny_plan(max_tp: int) -> list[Step]:
     half, quarter = max(2, max_tp // 2), max(2, max_tp // 4)
     return [
         ids_step("two-kv-heads", max_tp, "cpu", "--rows", "6", "--tokens", "8", limit_s=120),
-        groups_step(half, "cpu", "--rows", "40", "--tokens", "8", "--leave-early", limit_s=180),
+        groups_step(quarter, "cpu", "--rows", "40", "--tokens", "8", "--leave-early", limit_s=180),
         sums_step(half, "cpu", "--rows", "1", "64", "--hidden-size", "64", limit_s=60),
         bench_step("qwen3-30b-a3b", quarter, "cpu", "U", "--shrink", "32", "--num-pages", "256", limit_s=60),
     ]

@@ -4,7 +4,8 @@
 
 `us` is the time of routing and experts, from the router's logits on, evenly routed at random; `floor_us` the larger of
 what it takes to read the touched experts' weights and to multiply; `of_floor` the floor's share of the time, 1 at best.
-`parts_us` is where the time goes, launch by launch. `--sweep` tries other tiles besides, a line each.
+`parts_us` is where the time goes, launch by launch; `products` says in what the matrix products are written, and for
+Triton how they are cut. `--sweep` tries tiles of Triton besides, a line each.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from minisgl_kernels import reference_moe
-from minisgl_kernels.fused_moe import Cut, Tile, fused_moe, tile_for
+from minisgl_kernels.fused_moe import Cut, Tile, fused_moe, runs_clusters, tile_for
 from tests.bench.timing import median_us
 
 NUM_TOKENS = (1, 8, 64, 256, 1024, 4096)
@@ -54,6 +55,14 @@ def weights() -> tuple[torch.Tensor, torch.Tensor]:
     return gate_up, down
 
 
+def products(num_tokens: int, x: torch.Tensor, tile: Tile | None) -> dict[str, Any]:
+    if tile is None and runs_clusters(x, num_tokens * TOP_K, NUM_EXPERTS, WIDTH):
+        return {"language": "CUDA C++"}
+    tile = tile or tile_for(num_tokens * TOP_K, NUM_EXPERTS, DTYPE)
+    cuts = {"first": tile.first._asdict(), "second": tile.second._asdict()}
+    return {"language": "Triton", "unit": tile.unit, "units": tile.units, **cuts}
+
+
 def floor_us(inputs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     touched = sum(len(reference_moe.route(logits, TOP_K, renormalize=True)[0].unique()) for _, logits in inputs)
     expert = 3 * WIDTH * HIDDEN_SIZE  # weights, and multiplications per token
@@ -73,10 +82,10 @@ def parts_us(call: partial[torch.Tensor], repeats: int = 10) -> dict[str, float]
             times[event.name].append(event.device_time)
     parts = {}
     for name, spent in times.items():
-        launches = max(1, len(spent) // repeats)
+        short, launches = name.split("(")[0][:60], max(1, len(spent) // repeats)
         for i in range(launches):
             mine = spent[i::launches]
-            parts[f"{name[:24]} {i}" if launches > 1 else name[:24]] = round(sum(mine) / len(mine), 1)
+            parts[f"{short} {i}" if launches > 1 else short] = round(sum(mine) / len(mine), 1)
     return parts
 
 
@@ -88,20 +97,16 @@ def lines(all_num_tokens: list[int], *, sweep: bool) -> Iterator[dict[str, Any]]
             for _ in range(NUM_INPUTS)
         ]
         floor = floor_us(inputs)
-        usual = tile_for(n * TOP_K, NUM_EXPERTS, DTYPE)
         others = (SMALL if n <= 256 else []) + (LARGE if n >= 256 else [])
-        for tile in [usual, *(other for other in others if sweep and other != usual)]:
+        for tile in [None, *(others if sweep else [])]:
             run = partial(fused_moe, gate_up=gate_up, down=down, top_k=TOP_K, renormalize=True, tile=tile)
             calls = [partial(run, x, logits) for x, logits in inputs]
             us = median_us(calls)
             yield {
                 "kernel": "fused_moe",
                 "tokens": n,
-                "usual": tile == usual,
-                "unit": tile.unit,
-                "units": tile.units,
-                "first": tile.first._asdict(),
-                "second": tile.second._asdict(),
+                "usual": tile is None,
+                "products": products(n, inputs[0][0], tile),
                 "us": round(us, 1),
                 "floor_us": round(floor, 1),
                 "of_floor": round(floor / us, 3),
