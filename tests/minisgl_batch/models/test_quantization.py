@@ -161,6 +161,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "embeddings": (fp8(modules_to_convert=["embed_tokens"]), r"modules_to_convert: isn't supported"),
     "no list": (fp8(modules_to_not_convert="lm_head"), r"modules_to_not_convert: must be a list of layers"),
     "no expression": (fp8(ignored_layers=["a["]), r"ignored_layers: .* is no regular expression"),
+    "an expression without an end": (
+        compressed("channel", "token", ignore=[r"re:(?:(.)|(.)\2?)+[^j]$"]),
+        r"ignore: an expression takes too long to match model\.layers\.0\.self_attn",
+    ),
     "int8": (compressed("channel", "token", format="int-quantized"), r"format: only float-quantized is supported"),
     "weights alone": (grouped(input_activations=None), r"group_0: both weights and input_activations must be"),
     "some layers": (grouped(targets=["re:.*mlp.*"]), r"targets: must be \['Linear'\]"),
