@@ -230,6 +230,28 @@ def test_a_faulty_tensor_is_named(fault: str, tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_a_weight_in_fp8_that_is_no_number_is_named(byte: int, tmp_path: Path) -> None:
+    save_fp8(random_model("llama", **SIZES), tmp_path, FORMATS[random.choice(list(FORMATS))])
+    file, key = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(file)
+    flat = tensors[key].view(torch.uint8).view(-1)
+    flat[random.randrange(len(flat))] = byte
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {re.escape(key)} holds NaN or infinite numbers"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_is_named_when_it_is_put_into_fp8(number: float, tmp_path: Path) -> None:
+    file = save(random_model("llama", **SIZES), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors[KEY].view(-1)[random.randrange(tensors[KEY].numel())] = number
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {re.escape(KEY)} holds NaN or infinite numbers"):
+        loaded(tmp_path, load_model_config(tmp_path).quantized(at_load=False))
+
+
 def test_scales_of_channels_are_no_row(tmp_path: Path) -> None:
     save_fp8(random_model("llama", **SIZES), tmp_path, FORMATS["compressed-tensors, channels"])
     file = tmp_path / "model.safetensors"
