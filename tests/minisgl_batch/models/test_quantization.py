@@ -92,8 +92,11 @@ def test_weights_are_those_that_transformers_reads(tmp_path: Path) -> None:
 def test_ranks_share_weights_with_their_scales(
     name: str, tolerance: float, rank_pool: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    """Where a token has one scale, each rank has one for its share of a split input: near, but not the same."""
-    reference = random_model("qwen3", **(SIZES | {"hidden_size": 256, "tie_word_embeddings": True}))
+    """Where a token has one scale, each rank has one for its share of a split input: near, but not the same.
+
+    The second rank's keys and values begin in the middle of a block and end in another.
+    """
+    reference = random_model("qwen3", **(SIZES | {"hidden_size": 256, "head_dim": 192, "tie_word_embeddings": True}))
     folder = save_fp8(reference, tmp_path, FORMATS[name])
     sequences = random_sequences(reference.config.vocab_size, [9, 20])
     answers = rank_pool(2).run(ranks.logits_of_checkpoint, folder, sequences, [4, 20])
