@@ -64,7 +64,7 @@ def compare(limit: int) -> dict[str, Any]:
         "answers": len(prompts),
         "tokens": len(want),
         "same_tokens": round(float(same), 5),
-        "mean_kl": round(float(kl), 6),
+        "mean_kl": float(f"{kl:.3g}"),
         "same_answers": round(sum(alike) / len(alike), 4),
     }
 
