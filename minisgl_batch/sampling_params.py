@@ -189,7 +189,8 @@ class SamplingParams(
         row_timeout: seconds from a sample's first token after which it ends, with what it has.
         repetition_guard: a text ends when its last so many tokens, at least 16, are one piece of at most a quarter of
             them over and over. It is looked at now and then, so a few more tokens may come.
-        tools: of chats, functions that the model may call, as JSON schemas; what it calls is part of the text.
+        tools: of chats, functions that the model may call, as JSON schemas; what it calls is part of the text, special
+            tokens included.
         chat_template_kwargs: of chats, variables of the model's chat template, such as `{"enable_thinking": false}`.
         split_reasoning: `text` is the answer alone; what the model writes between `<think>` and `</think>` before it
             (gpt-oss: to other channels) goes to `reasoning_text`, and everything to `raw_text`. The mark that opens

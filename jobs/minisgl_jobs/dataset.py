@@ -6,6 +6,7 @@ Parquet. Knows nothing of Redis. Called by finalise (finish), submit (check and 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -36,8 +37,11 @@ from minisgl_jobs.parts import (
 from minisgl_jobs.places import Place, RemotePath
 from minisgl_jobs.results import result_schema
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
+HIDDEN = ("_", ".")  # data tools pass over names that begin so
 
 
 class ManifestPart(msgspec.Struct, frozen=True):
@@ -273,6 +277,8 @@ def read_dataset(folder: Place, columns: Sequence[str] | None = None) -> pa.Tabl
 def check_output(folder: Place, *, job_id: str = "", overwrite: bool = False) -> None:
     """Make sure that a new job may write here: a folder that is absent or holds no dataset. Nothing is changed.
 
+    Warns of other files and folders, on which plain readers of the dataset fail or which they take for a part of it.
+
     With `overwrite`, a dataset of ours may be there, for `clear_dataset` to remove. Without it, what the unfinished job
     `job_id` has put there may: it is submitted once more by a client that doesn't know how far it came.
 
@@ -280,10 +286,11 @@ def check_output(folder: Place, *, job_id: str = "", overwrite: bool = False) ->
         OutputTakenError: a dataset or somebody's Parquet files are there. OutputError: the folder can't be written.
     """
     names = list_folder(folder)
-    foreign = [name for name in names if name.endswith(".parquet") and not PART_PATTERN.fullmatch(name)]
-    if foreign:
+    foreign = [name for name in names if not name.startswith(HIDDEN) and not PART_PATTERN.fullmatch(name)]
+    parquet = [name for name in foreign if name.endswith(".parquet")]
+    if parquet:
         raise OutputTakenError(
-            f"{folder} holds Parquet files that aren't ours, such as {foreign[0]}: choose another folder"
+            f"{folder} holds Parquet files that aren't ours, such as {parquet[0]}: choose another folder"
         )
     owner = output_owner(folder)
     if not overwrite and (not owner or owner != job_id) and any(_is_ours(name) for name in names):
@@ -291,6 +298,13 @@ def check_output(folder: Place, *, job_id: str = "", overwrite: bool = False) ->
         if owner:
             what = f"the output of job {owner}, which hasn't ended"
         raise OutputTakenError(f"{folder} holds {what}: choose another folder, or overwrite it with `overwrite`")
+    if foreign:
+        logger.warning(
+            "%s holds other things, such as %s, which break tools that read it as a whole (pandas.read_parquet): "
+            "choose another folder, or move them away",
+            folder,
+            foreign[0],
+        )
     if isinstance(folder, RemotePath):
         return  # who may write there shows when the folder is claimed
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -1,7 +1,7 @@
-"""One `run` at a time has a local output folder, and no job is queued for it meanwhile: each has a Redis of its own.
+"""One `run` at a time has a local output folder: each has a Redis of its own, which no other client's jobs are in.
 
-The lock ends with its process, in whichever way. Knows nothing of jobs but the name that the folder tells. Called by
-`run` and by clients that queue jobs.
+Meanwhile no job is queued or retried for the folder, nor its dataset removed. The lock ends with its process, in
+whichever way. Knows nothing of jobs but the name that the folder tells. Called by `run` and by clients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def lock_folder(folder: Place, *, alone: bool) -> Iterator[None]:
         if held is not None and not _lock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH):
             owner = output_owner(folder)
             job = f" (job {owner})" if owner else ""
-            raise OutputTakenError(f"another run{job} writes to {folder}: wait for its end, or give another `output`")
+            raise OutputTakenError(f"another run{job} writes to {folder}: wait for its end, or use another folder")
         yield
     finally:
         if held is not None:

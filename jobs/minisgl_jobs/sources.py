@@ -38,6 +38,7 @@ _FOREIGN_FORMATS = {
     b"BZh": "is compressed with bzip2; gzip and zstd are read: bzip2 -dc {name} | gzip > rows.jsonl.gz",
     b"\xfd7zXZ\x00": "is compressed with xz; gzip and zstd are read: xz -dc {name} | gzip > rows.jsonl.gz",
     b"PK\x03\x04": "is a zip archive or a spreadsheet; JSONL, CSV, Parquet and Arrow files are read",
+    b"\0": "begins with zero bytes; JSONL, CSV, Parquet and Arrow files are read: is it whole, and the right file?",
     b"\xff\xfe": "is UTF-16 text; UTF-8 is read: iconv -f UTF-16 -t UTF-8 {name} > rows.jsonl",
     b"\xfe\xff": "is UTF-16 text; UTF-8 is read: iconv -f UTF-16 -t UTF-8 {name} > rows.jsonl",
 }

@@ -8,6 +8,7 @@ from minisgl_kernels import cuda, reference, reference_fp8
 from minisgl_kernels import triton_support as support
 from minisgl_kernels.e4m3 import E4M3, E4M3_MAX
 from minisgl_kernels.fp8 import SMALLEST_MAX, Fp8Matrix
+from minisgl_kernels.silu_and_mul import activate
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
 _BLOCK = 4096
@@ -22,8 +23,8 @@ def activate_fp8(gate_up: torch.Tensor, *, gelu: bool) -> Fp8Matrix:
         gelu: which of them.
     """
     if not support.runs_kernels(gate_up):
-        activate = reference.gelu_and_mul if gelu else reference.silu_and_mul
-        return reference_fp8.quantize(activate(gate_up), grouped=False)
+        twin = reference.gelu_and_mul if gelu else reference.silu_and_mul
+        return reference_fp8.quantize(twin(gate_up), grouped=False)
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     values = torch.empty((num_tokens, width), dtype=E4M3, device=gate_up.device)
     scales = torch.empty((num_tokens, 1), dtype=torch.float32, device=gate_up.device)
@@ -53,14 +54,9 @@ def activate_fp8(gate_up: torch.Tensor, *, gelu: bool) -> Fp8Matrix:
 def _activated(gates: tl.tensor, columns: tl.tensor, width: tl.constexpr, gelu: tl.constexpr) -> tl.tensor:
     """float32, rounded as `silu_and_mul` does; 0 beyond the width."""
     inside = columns < width
-    gate = tl.load(gates + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gates + width + columns, mask=inside, other=0.0).to(tl.float32)
-    dtype = gates.dtype.element_ty
-    exponent = gate
-    if gelu:
-        exponent = gate * (1.5957691216057308 + 0.07135481282731255 * gate * gate)
-    activated = (gate / (1.0 + tl.exp(-exponent))).to(dtype).to(tl.float32)
-    return (activated * up).to(dtype).to(tl.float32)
+    gate = tl.load(gates + columns, mask=inside, other=0.0)
+    up = tl.load(gates + width + columns, mask=inside, other=0.0)
+    return activate(gate, up, gelu).to(tl.float32)
 
 
 @jit

@@ -3,38 +3,25 @@
 Decode rows (one query each) are memory bound: all query heads of a KV head share a program, so that keys and values are
 read once, and long rows are split over programs whose partial results a second kernel joins (flash-decoding, Dao et
 al. 2023). Extend rows are compute bound: a program takes a tile of one head's queries (FlashAttention 2, Dao 2023).
-Over 400 lines since both kernels are launched by one function, for one set of arguments.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from minisgl_kernels import reference_attention
 from minisgl_kernels import triton_support as support
+from minisgl_kernels.paged_tiles import attend, block_tokens_of, fixed_tile, initial_state
+from minisgl_kernels.shared_prefix import PrefixStates
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
 _SPLIT_TOKENS = 128  # a decode program reads no fewer, if the row has them
 _MAX_SPLITS = 64
 _PROGRAMS_PER_PROCESSOR = 4  # decode programs that keep the memory busy
-
-
-class PrefixStates(NamedTuple):
-    """Decode rows' softmax over the whole blocks of a prefix, from which they go on: see `shared_prefix`.
-
-    Attributes:
-        num_pages: (num_rows,) int32, of each row's prefix; 0 where it has none.
-        acc: (num_rows, num_heads, head_dim) float32, weighted sums of values.
-        sums: (2, num_rows, num_heads) float32: highest scores in units of log 2, and sums of weights.
-    """
-
-    num_pages: torch.Tensor
-    acc: torch.Tensor
-    sums: torch.Tensor
 
 
 class PagedRows(NamedTuple):
@@ -217,103 +204,9 @@ def _num_splits(num_tiles: int, max_tokens: int, num_processors: int) -> int:
     return 1 << max(1, wanted).bit_length() - 1
 
 
-def fixed_tile(dtype: torch.dtype) -> tuple[int, int]:
-    """Queries and warps of a program that adds up in the extend kernel's order: those of its smallest tile."""
-    return (32 if dtype == torch.float32 else 64), 4
-
-
-def block_tokens_of(dtype: torch.dtype, block_dims: int) -> int:
-    """Tokens whose keys and values are in shared memory at once: 32 KB of them."""
-    return max(16, min(64, 2**14 // (dtype.itemsize * block_dims)))
-
-
 @cache
 def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
-@jit
-def _load_tokens(
-    pool: tl.tensor,
-    line: tl.tensor,
-    tokens: tl.tensor,
-    end: tl.tensor,
-    kv_head: tl.tensor,
-    num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    page_size: tl.constexpr,
-    block_dims: tl.constexpr,
-) -> Any:
-    """One head's keys or values of some tokens, (block_tokens, block_dims); zeros for those from `end` on."""
-    inside = tokens < end
-    pages = tl.load(line + tokens // page_size, mask=inside, other=0).to(tl.int64)
-    places = ((pages * page_size + tokens % page_size) * num_kv_heads + kv_head) * head_dim
-    dims = tl.arange(0, block_dims)
-    mask = inside[:, None] & (dims < head_dim)[None, :]
-    return tl.load(pool + places[:, None] + dims[None, :], mask=mask, other=0.0)
-
-
-@jit
-def _attend(
-    state: tl.tuple,
-    queries: tl.tensor,
-    positions: tl.tensor,
-    k_pool: tl.tensor,
-    v_pool: tl.tensor,
-    line: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    kv_head: tl.tensor,
-    scale: tl.tensor,
-    masked: tl.constexpr,
-    window: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    page_size: tl.constexpr,
-    block_tokens: tl.constexpr,
-) -> Any:
-    """Take tokens [begin, end) into account, by online softmax (Milakov, Gimelshein 2018).
-
-    Args:
-        state: (acc, peak, total): of each query the weighted sum of values, the highest score in units of log 2, and
-            the sum of weights relative to it.
-        positions: of the queries, which see no later tokens and only `window` tokens back.
-        masked: whether some query doesn't see some of the tokens; else their number is a multiple of a block's.
-    """
-    acc, peak, total = state
-    for start in range(begin, end, block_tokens):
-        tokens = start + tl.arange(0, block_tokens)
-        k = _load_tokens(k_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, acc.shape[1])
-        k = k.to(queries.dtype)  # from e4m3; else it is already
-        scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
-        if masked:
-            distance = positions[:, None] - tokens[None, :]
-            visible = (distance >= 0) & (tokens < end)[None, :]
-            if window:
-                visible &= distance < window
-            scores = tl.where(visible, scores, float("-inf"))
-        v = _load_tokens(v_pool, line, tokens, end, kv_head, num_kv_heads, head_dim, page_size, acc.shape[1])
-        v = v.to(queries.dtype)
-        new_peak = tl.maximum(peak, tl.max(scores, axis=1))
-        finite_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a query may not have seen any token yet
-        weights = tl.exp2(scores - finite_peak[:, None])
-        shrink = tl.exp2(peak - finite_peak)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        total = total * shrink + tl.sum(weights, axis=1)
-        peak = new_peak
-    return acc, peak, total
-
-
-@jit
-def _start(
-    sinks: tl.tensor | None, heads: tl.tensor, counts: tl.tensor, num_queries: tl.constexpr, block_dims: tl.constexpr
-) -> Any:
-    """`_attend`'s state before the first token: as if a sink, where it counts, had been the only key so far."""
-    acc = tl.zeros((num_queries, block_dims), tl.float32)
-    peak = tl.full((num_queries,), float("-inf"), tl.float32)
-    if sinks is not None:
-        peak = tl.load(sinks + heads, mask=counts, other=float("-inf")) * 1.4426950408889634
-    return acc, peak, tl.where(peak == float("-inf"), 0.0, 1.0)
 
 
 @jit
@@ -366,7 +259,7 @@ def _decode_kernel(
     row = row.to(tl.int64)
     queries = tl.load(q + row * q_stride + heads[:, None] * head_dim + dims[None, :], mask=q_mask, other=0.0)
 
-    acc, peak, total = _start(sinks, heads, (members < group) & (split == 0), block_heads, block_dims)
+    acc, peak, total = initial_state(sinks, heads, (members < group) & (split == 0), block_heads, block_dims)
     if prefix_pages is not None:
         places = row * num_heads + heads
         acc = tl.load(prefix_acc + places[:, None] * head_dim + dims[None, :], mask=q_mask & (first > 0), other=0.0)
@@ -374,23 +267,10 @@ def _decode_kernel(
         peak = tl.where(mask, tl.load(prefix_sums + places, mask=mask, other=0.0), peak)
         more = tl.num_programs(2).to(tl.int64) * num_heads + places
         total = tl.where(mask, tl.load(prefix_sums + more, mask=mask, other=0.0), total)
-    acc, peak, total = _attend(
-        (acc, peak, total),
-        queries,
-        tl.full((block_heads,), kv_len - 1, tl.int32),
-        k_pool,
-        v_pool,
-        line,
-        begin,
-        end,
-        kv_head,
-        scale,
-        True,
-        window,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        block_tokens,
+    kv, page_shape = (k_pool, v_pool, line, kv_head), (page_size, num_kv_heads, head_dim)
+    positions = tl.full((block_heads,), kv_len - 1, tl.int32)
+    acc, peak, total = attend(
+        (acc, peak, total), queries, positions, kv, begin, end, scale, page_shape, block_tokens, window, masked=True
     )
     place = (split.to(tl.int64) * tl.num_programs(2) + row) * num_heads + heads
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -475,41 +355,14 @@ def _extend_kernel(
             first = tl.maximum(first_position + 1 - window, 0) // block_tokens * block_tokens
             common = first
 
-        state = _attend(
-            _start(sinks, tl.full((block_queries,), head, tl.int32), numbers < q_len, block_queries, block_dims),
-            queries,
-            positions,
-            k_pool,
-            v_pool,
-            line,
-            first,
-            common,
-            kv_head,
-            scale,
-            False,
-            window,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            block_tokens,
+        kv, page_shape = (k_pool, v_pool, line, kv_head), (page_size, num_kv_heads, head_dim)
+        heads = tl.full((block_queries,), head, tl.int32)
+        state = initial_state(sinks, heads, numbers < q_len, block_queries, block_dims)
+        state = attend(
+            state, queries, positions, kv, first, common, scale, page_shape, block_tokens, window, masked=False
         )
-        acc, peak, total = _attend(
-            state,
-            queries,
-            positions,
-            k_pool,
-            v_pool,
-            line,
-            common,
-            end,
-            kv_head,
-            scale,
-            True,
-            window,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            block_tokens,
+        acc, peak, total = attend(
+            state, queries, positions, kv, common, end, scale, page_shape, block_tokens, window, masked=True
         )
         acc = acc / total[:, None]
         tl.store(

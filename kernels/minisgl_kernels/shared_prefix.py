@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from minisgl_kernels import triton_support as support
-from minisgl_kernels.paged_attention import PrefixStates, _attend, _start, block_tokens_of, fixed_tile
+from minisgl_kernels.paged_tiles import attend, block_tokens_of, fixed_tile, initial_state
 from minisgl_kernels.triton_support import gdc_launch_dependents, gdc_wait, jit, tl
 
 
@@ -30,6 +30,20 @@ class PrefixGroups(NamedTuple):
     lens: torch.Tensor
     pages: torch.Tensor
     first_pages: torch.Tensor
+
+
+class PrefixStates(NamedTuple):
+    """Decode rows' softmax over the whole blocks of a prefix, from which `paged_attention` goes on.
+
+    Attributes:
+        num_pages: (num_rows,) int32, of each row's prefix; 0 where it has none.
+        acc: (num_rows, num_heads, head_dim) float32, weighted sums of values.
+        sums: (2, num_rows, num_heads) float32: highest scores in units of log 2, and sums of weights.
+    """
+
+    num_pages: torch.Tensor
+    acc: torch.Tensor
+    sums: torch.Tensor
 
 
 def attend_to_prefixes(
@@ -123,24 +137,15 @@ def _kernel(
         rows, heads = (first_row + numbers // group).to(tl.int64), kv_head * group + numbers % group
         dims = tl.arange(0, block_dims)
         mask = inside[:, None] & (dims < head_dim)[None, :]
-        places = q + rows[:, None] * q_stride + heads[:, None] * head_dim + dims[None, :]
-        acc, peak, total = _attend(
-            _start(sinks, heads, inside, block_queries, block_dims),
-            tl.load(places, mask=mask, other=0.0),
-            tl.zeros((block_queries,), tl.int32),
-            k_pool,
-            v_pool,
-            pages + number.to(tl.int64) * table_stride,
-            0,
-            end,
-            kv_head,
-            scale,
-            False,
-            0,
-            num_kv_heads,
-            head_dim,
-            page_size,
-            block_tokens,
+        queries = tl.load(
+            q + rows[:, None] * q_stride + heads[:, None] * head_dim + dims[None, :], mask=mask, other=0.0
+        )
+        state = initial_state(sinks, heads, inside, block_queries, block_dims)
+        positions = tl.zeros((block_queries,), tl.int32)  # of no account where nothing is masked
+        kv = (k_pool, v_pool, pages + number.to(tl.int64) * table_stride, kv_head)
+        page_shape = (page_size, num_kv_heads, head_dim)
+        acc, peak, total = attend(
+            state, queries, positions, kv, 0, end, scale, page_shape, block_tokens, window=0, masked=False
         )
         place = rows * num_heads + heads
         tl.store(acc_out + place[:, None] * head_dim + dims[None, :], acc, mask=mask)

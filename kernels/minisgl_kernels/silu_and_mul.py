@@ -69,11 +69,17 @@ def _kernel(
     if pdl:
         gdc_wait()
         gdc_launch_dependents()
-    gate = tl.load(gates, mask=inside).to(tl.float32)
-    up = tl.load(gates + width, mask=inside).to(tl.float32)
-    dtype = out.dtype.element_ty
+    gate, up = tl.load(gates, mask=inside), tl.load(gates + width, mask=inside)
+    tl.store(out + row * width + columns, activate(gate, up, gelu), mask=inside)
+
+
+@jit
+def activate(gate: tl.tensor, up: tl.tensor, gelu: tl.constexpr) -> tl.tensor:
+    """silu(gate) * up, or with gelu in silu's place, in their dtype, to which the first factor is rounded too."""
+    dtype = gate.dtype
+    gate = gate.to(tl.float32)
     exponent = gate
     if gelu:  # 0.5 * (1 + tanh(y)) = 1 / (1 + exp(-2 * y)), with y = sqrt(2 / pi) * (gate + 0.044715 * gate ** 3)
         exponent = gate * (1.5957691216057308 + 0.07135481282731255 * gate * gate)
     activated = (gate / (1.0 + tl.exp(-exponent))).to(dtype).to(tl.float32)
-    tl.store(out + row * width + columns, (activated * up).to(dtype), mask=inside)
+    return (activated * up.to(tl.float32)).to(dtype)

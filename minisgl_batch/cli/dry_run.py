@@ -6,7 +6,10 @@ import json
 import sys
 from array import array
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,10 +17,11 @@ import click
 from minisgl_batch.cli.console import print_fields, print_line, show_num_left_out, talk
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.worker import missing_engine_modules
-from minisgl_batch.errors import RedisUnavailableError, RequestError
-from minisgl_batch.hub import model_path
+from minisgl_batch.errors import InvalidParameterError, ModelError, RedisUnavailableError, RequestError
+from minisgl_batch.hub import commit_of, model_path
 from minisgl_batch.words import count, duration, one_line, size
 from minisgl_jobs.model import JobSpec, Row
+from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.submission import Submission
 
 BAR_CHARS = 40
@@ -29,6 +33,7 @@ class TokenCounts:
 
     Attributes:
         context: the model's, in tokens.
+        revision: the commit of the tokenizer; None where the model is no hub id.
         prompt_tokens: of each row that can be served, after `truncate`.
         max_output_tokens: most tokens that these rows may generate, samples included.
         num_refused: rows that the model can't serve.
@@ -37,6 +42,7 @@ class TokenCounts:
     """
 
     context: int
+    revision: str | None = None
     prompt_tokens: array[int] = field(default_factory=lambda: array("I"))
     max_output_tokens: int = 0
     num_refused: int = 0
@@ -61,13 +67,15 @@ def dry_run(submission: Submission, redis_url: str | None, *, max_faults: int, a
     """
     spec = submission.spec
     missing = missing_engine_modules()
-    tokens = None if missing else count_tokens(submission, max_faults)
+    workers = () if missing else _workers(redis_url, spec.model)
+    commits = {str(worker.description["revision"]) for worker in workers if "revision" in worker.description}
+    tokens = None if missing else count_tokens(submission, _tokenizer_folder(spec.model, commits), max_faults)
     all_good = not submission.faults.num_faults and not (tokens and tokens.num_refused)
-    rate = _current_rate(redis_url, spec.model) if tokens else 0.0
+    rate = sum(worker.tokens_per_s for worker in workers)
     if as_json:
         click.echo(json.dumps(_record(submission, tokens, rate)))
         return all_good
-    print_fields(_fields(submission, tokens, rate))
+    print_fields(_fields(submission, tokens, rate, commits))
     if tokens and tokens.prompt_tokens:
         print_line("")
         _print_histogram(tokens.prompt_tokens)
@@ -85,22 +93,35 @@ def _row_label(row: Row) -> str:
     return row.custom_id or f"row_index {row.row_index}"
 
 
-def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
+def _tokenizer_folder(model: str, commits: set[str]) -> Path:
+    """The model's folder at the one commit that its workers run, if there is one and it can be had.
+
+    Else as its name alone says. Errors as `model_path`.
+    """
+    if len(commits) == 1:
+        # They may serve another model under this name, or a folder here has it.
+        with suppress(ModelError, InvalidParameterError):
+            return model_path(model.partition("@")[0], *commits, weights=False)
+    return model_path(model, weights=False)
+
+
+def count_tokens(submission: Submission, folder: Path, max_listed: int) -> TokenCounts:
     """Tokenize all rows as a worker would.
 
     Args:
+        folder: the model's.
         max_listed: of the rows that can't be served.
 
     Raises:
-        ModelError: there is no such model, or it has no usable tokenizer.
+        ModelError: the model has no usable tokenizer.
     """
     from minisgl_batch.tokenizer import ChatOptions, ModelTokenizer, check_constraint, hide_torch, resolve_request
 
     if "torch" not in sys.modules:
         hide_torch()  # nothing is computed before this process ends
     spec = submission.spec
-    tokenizer = ModelTokenizer.load(model_path(spec.model, weights=False))
-    counts = TokenCounts(context=tokenizer.max_len)
+    tokenizer = ModelTokenizer.load(folder)
+    counts = TokenCounts(context=tokenizer.max_len, revision=commit_of(folder))
     for chunk in submission.chunks():
         rows = [row for row in chunk if row.error is None]
         options = [ChatOptions.of(row.params, spec.params) for row in rows]
@@ -129,23 +150,28 @@ def count_tokens(submission: Submission, max_listed: int) -> TokenCounts:
     return counts
 
 
-def _current_rate(redis_url: str | None, model: str) -> float:
-    """Tokens per second that the model's workers make now; 0 when that can't be said."""
+def _workers(redis_url: str | None, model: str) -> Sequence[WorkerInfo]:
+    """The model's living workers; none when that can't be said."""
     try:
         with open_client(redis_url) as client:
-            return sum(worker.tokens_per_s for worker in client.workers(model=model))
+            return client.workers(model=model)
     except RedisUnavailableError as error:
         talk(f"no estimate of the time: {error}")
-        return 0.0
+        return ()
 
 
-def _fields(submission: Submission, tokens: TokenCounts | None, rate: float) -> list[tuple[str, str]]:
+def _fields(
+    submission: Submission, tokens: TokenCounts | None, rate: float, commits: set[str]
+) -> list[tuple[str, str]]:
     spec = submission.spec
     found = [("rows", f"{spec.num_rows:,} in {count(spec.num_chunks, 'chunk')}, {size(submission.num_bytes)} in Redis")]
     if submission.faults.num_faults:
         found.append(("faulty", f"{submission.faults.num_faults:,} become error rows"))
     if tokens is None:
         return found
+    if tokens.revision is not None:
+        others = "" if commits <= {tokens.revision} else f"; its workers run {', '.join(sorted(commits))}"
+        found.append(("tokenizer", f"of revision {tokens.revision}{others}"))
     lengths = tokens.prompt_tokens
     if lengths:
         spread = f"{sum(lengths) / len(lengths):,.0f} a row, {min(lengths):,} to {max(lengths):,}"
@@ -177,6 +203,7 @@ def _record(submission: Submission, tokens: TokenCounts | None, rate: float) -> 
     if tokens is not None:
         record |= {
             "context": tokens.context,
+            "revision": tokens.revision,
             "prompt_tokens": sum(tokens.prompt_tokens),
             "longest_prompt_tokens": max(tokens.prompt_tokens, default=0),
             "max_output_tokens": tokens.max_output_tokens,

@@ -23,6 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ATTENTION_BACKENDS = "auto, torch, triton, fa, fi, trtllm, fa,cuda and fa,fi"
 ENGINE = "Engine (or in the environment as MINISGL_..., such as MINISGL_TP)"
 SAMPLING = "Sampling"
+MAX_FILE_BYTES = 16 << 20  # of one that an option names: devices and wrong files may have no end
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "continue_final_message", "split_reasoning", "stop_in_reasoning")
 _COUNT: dict[str, Any] = {"type": WholeNumber(min=1), "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
@@ -113,12 +114,16 @@ def json_text(text: str) -> Any:
 
 
 def json_file(path: str) -> Any:
-    """What a JSON file holds."""
+    """What a JSON file or pipe of at most MAX_FILE_BYTES holds."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        with open(path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise click.BadParameter(f"can't read {path}: {error.strerror}") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise click.BadParameter(f"{path} holds more than {MAX_FILE_BYTES >> 20} MiB: is it the right file?")
+    try:
+        return json.loads(content)
     except (ValueError, RecursionError):
         raise click.BadParameter(f"{path} isn't JSON") from None
 

@@ -14,6 +14,7 @@ from minisgl_batch.client.show import JOB_COLUMNS, ProgressBar, html_table, job_
 from minisgl_batch.client.watching import Watcher
 from minisgl_batch.errors import DamagedJobError, JobStateError, MiniSGLError, OutputError, UsageError
 from minisgl_jobs.dataset import remove_dataset, reopen_dataset
+from minisgl_jobs.folder_lock import lock_folder
 from minisgl_jobs.held import HeldJobs
 from minisgl_jobs.job_results import JobResults
 from minisgl_jobs.kept import kept_schema
@@ -129,16 +130,17 @@ class JobHandle:
 
         Raises:
             JobStateError: the job isn't partial.
-            OutputError: the output folder can't be written, or holds another job's dataset by now.
+            OutputError: the output folder can't be written, holds another job's dataset by now, or a `run` has it.
         """
         status = self.status()
         if status.state is not JobState.PARTIAL:
             hint = "" if not status.state.is_final or status.state.is_complete else _RESUME_HINT
             raise JobStateError(f"job {self.id} can't be retried: it is {status.state.value}, not partial{hint}")
         folder = output_place(status.spec.output)
-        if folder.is_dir():
-            reopen_dataset(folder, self.id)
-        self._queue.retry(self.id)
+        with lock_folder(folder, alone=False):
+            if folder.is_dir():
+                reopen_dataset(folder, self.id)
+            self._queue.retry(self.id)
 
     def purge(self, *, output: bool = False) -> None:
         """Forget a job that has ended, before its keys in Redis expire by themselves.
@@ -148,8 +150,8 @@ class JobHandle:
 
         Raises:
             JobStateError: it hasn't ended.
-            OutputError: the dataset isn't here or can't be removed, or the folder holds another one by now; nothing is
-                forgotten.
+            OutputError: the dataset isn't here or can't be removed, the folder holds another one by now, or a `run` has
+                it; nothing is forgotten.
         """
         try:
             status = self.status()
@@ -165,7 +167,8 @@ class JobHandle:
         if output and not folder.is_dir():
             raise OutputError(f"{folder} isn't on this machine (any more): purge job {self.id} without its output")
         if output:
-            remove_dataset(folder, self.id)
+            with lock_folder(folder, alone=False):
+                remove_dataset(folder, self.id)
         for queue, follower in HeldJobs(self._redis, queue_name(status.spec.model)).followers(self.id):
             HeldJobs(self._redis, queue).start(follower)  # while it can be seen how this one has ended
         self._queue.purge(self.id)

@@ -5,10 +5,11 @@ Knows nothing of torch. Called by `config`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn, get_args
+
+import regex
 
 from minisgl_batch.errors import InvalidParameterError, ModelError
 from minisgl_batch.layers.fp8_config import BLOCK_SIZE, Fp8Config, Scales
@@ -16,6 +17,7 @@ from minisgl_batch.models.config_file import ConfigFile
 
 KEYS = ("quantization_config", "compression_config")
 _BLOCK = [BLOCK_SIZE, BLOCK_SIZE]
+_MATCH_S = 0.1  # expressions with nested repetitions may take for ever
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Quantization:
     """
 
     fp8: Fp8Config
-    skipped: tuple[re.Pattern[str], ...] = ()
+    skipped: tuple[regex.Pattern[str], ...] = ()
     key: str = ""
 
     def of(self, block: str, *layers: str, merged: str | None = None) -> Fp8Config | None:
@@ -60,7 +62,10 @@ class Quantization:
         return replace(self, fp8=replace(self.fp8, is_stored=False))
 
     def _skips(self, name: str) -> bool:
-        return any(pattern.match(name) for pattern in self.skipped)
+        try:
+            return any(pattern.match(name, timeout=_MATCH_S) for pattern in self.skipped)
+        except TimeoutError:
+            raise ModelError(f"{self.key}: an expression takes too long to match {name}: write a simpler one") from None
 
     def check_tp_size(self, size: int, *widths: int) -> None:
         """Refuse a group of ranks that would cut blocks of input channels.
@@ -125,7 +130,7 @@ def _read_fp8(config: ConfigFile) -> Quantization:
         raise config.error("weight_block_size", f"only {_BLOCK} is supported, got {block!r}")
     key = config.either("modules_to_not_convert", "ignored_layers")
     # As transformers does: by the beginning, up to a dot, as a regular expression too, or by the end.
-    patterns = [rf"(?:{name})(?:(?<=\.)|(?=\.|$))|.*{re.escape(name)}$" for name in _names(config, key)]
+    patterns = [rf"(?:{name})(?:(?<=\.)|(?=\.|$))|.*{regex.escape(name)}$" for name in _names(config, key)]
     return _stored("tensor" if block is None else "block", patterns, config, key)
 
 
@@ -161,7 +166,7 @@ def _read_compressed_tensors(config: ConfigFile) -> Quantization:
         raise activations.error("strategy", f"group is supported for 128 channels and weights in blocks of {_BLOCK}")
     # Whole names, or regular expressions for their beginnings.
     names = _names(config, "ignore")
-    patterns = [name[3:] if name.startswith("re:") else f"{re.escape(name)}$" for name in names]
+    patterns = [name[3:] if name.startswith("re:") else f"{regex.escape(name)}$" for name in names]
     return _stored(scales, patterns, config, "ignore")
 
 
@@ -185,8 +190,8 @@ def _names(config: ConfigFile, key: str) -> list[str]:
     return names
 
 
-def _compiled(config: ConfigFile, key: str, pattern: str) -> re.Pattern[str]:
+def _compiled(config: ConfigFile, key: str, pattern: str) -> regex.Pattern[str]:
     try:
-        return re.compile(pattern)
-    except re.error as error:
+        return regex.compile(pattern)
+    except regex.error as error:
         raise config.error(key, f"{pattern!r} is no regular expression: {error}") from error

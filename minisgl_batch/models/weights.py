@@ -83,6 +83,7 @@ def _read(checkpoint: Checkpoint, model: CausalLM) -> None:
     _check_names(checkpoint, parts, model.config.architecture)
     _check_kinds(checkpoint, parts)
     checkpoint.read(parts)
+    _check_numbers(checkpoint, model, parts)
     read_kv_scales(checkpoint, model)
 
 
@@ -162,6 +163,30 @@ def _check_shape(stored: StoredTensor, part: Part) -> None:
             f"{stored.file}: {stored.key} has the shape {list(stored.shape)}, but config.json asks for "
             f"{list(part.full_shape)}"
         )
+
+
+def _check_numbers(checkpoint: Checkpoint, model: CausalLM, parts: dict[str, Part]) -> None:
+    """Refuse NaN and infinite numbers, which would make every answer garbage.
+
+    Whole parameters are looked at, where they are, with one wait for the device; parts only to name the faulty one.
+    """
+    if bool(torch.stack([_is_finite(parameter) for parameter in model.parameters()]).all()):
+        return
+    for name, part in parts.items():
+        if not _is_finite(part.target):
+            stored, dtype = checkpoint.tensors[name], str(part.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"{stored.file}: {stored.key} holds NaN or infinite numbers, as {dtype}: "
+                "the file is damaged, its training diverged, or its numbers are too large for this dtype"
+            )
+
+
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """() bool. A contiguous tensor isn't copied, not even as bools."""
+    if tensor.dtype == torch.float8_e4m3fn:  # NaN is 0x7f and 0xff, the largest signed and the largest unsigned byte
+        return (tensor.view(torch.int8).amax() < 0x7F) & (tensor.view(torch.uint8).amax() < 0xFF)
+    lowest, highest = tensor.aminmax()  # NaN if one is
+    return lowest.isfinite() & highest.isfinite()
 
 
 def _named(names: list[str]) -> str:

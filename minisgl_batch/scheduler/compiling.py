@@ -7,7 +7,6 @@ scheduler, so that all ranks see a prompt in the same tick.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -29,7 +28,7 @@ from minisgl_batch.messages import (
 from minisgl_batch.scheduler.constraints import Constraints
 from minisgl_batch.scheduler.source import MessageSource
 
-NUM_THREADS = 8  # most of which wait for their process
+NUM_THREADS = 8  # on one processor, too: they wait for their processes, which share it, so that none waits for another
 MAX_KEPT = 64  # grammars, of those last used
 POLL_S = 0.01
 
@@ -80,7 +79,7 @@ class CompilingSource:
         """The message, without what has to wait."""
         match message:
             case SetVocabulary():
-                self._pool = self._pool or ThreadPoolExecutor(min(NUM_THREADS, os.cpu_count() or 1), "grammar")
+                self._pool = self._pool or ThreadPoolExecutor(NUM_THREADS, "grammar")
                 self._tokenizer = self._pool.submit(_tokenizer, message)
                 self._constraints.set_vocabulary(message.vocab_size, message.eos_ids)
                 return None

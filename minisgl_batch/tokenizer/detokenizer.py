@@ -1,9 +1,8 @@
 """From token ids back to text: whole rows at once, or a stream whose pieces add up to the same text.
 
-Both equal Hugging Face's `decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)`. A stream gives
+Both equal Hugging Face's `decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=False)`. A stream gives
 text as soon as no later token can change it, so a character of several tokens comes whole. Ids without a token (a
-model's vocabulary may be padded) and special tokens have no text, but for those that are asked for. Knows nothing of
-requests or stop strings.
+model's vocabulary may be padded) have no text. Knows nothing of requests or stop strings.
 """
 
 from __future__ import annotations
@@ -45,28 +44,28 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
-    """The detokenizer that fits the tokenizer's decoder."""
+def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Detokenizer:
+    """The detokenizer that fits the tokenizer's decoder.
+
+    Args:
+        skip_special_tokens: they have no text.
+    """
     steps = _decoder_steps(tokenizer)
-    if is_byte_level(tokenizer):
-        return ByteLevelDetokenizer(tokenizer)
-    return WindowDetokenizer(tokenizer, joins_bytes="ByteLevel" in steps)
-
-
-def is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether `ByteLevelDetokenizer` fits it."""
-    return _decoder_steps(tokenizer) == ["ByteLevel"]
+    silent = _special_tokens(tokenizer) if skip_special_tokens else frozenset()
+    if steps == ["ByteLevel"]:
+        return ByteLevelDetokenizer(tokenizer, silent)
+    return WindowDetokenizer(tokenizer, silent, joins_bytes="ByteLevel" in steps)
 
 
 class ByteLevelDetokenizer:
     """For byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, and the text is their UTF-8 decoding.
 
     Args:
-        shown: special tokens that have text, too.
+        silent: tokens without text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, shown: frozenset[str] = frozenset()) -> None:
-        self._bytes = _TokenBytes(tokenizer, _special_tokens(tokenizer) - shown)
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[str]) -> None:
+        self._bytes = _TokenBytes(tokenizer, silent)
 
     def decode_full(self, token_ids: Sequence[int]) -> str:
         return b"".join(map(self._bytes.__getitem__, token_ids)).decode("utf-8", "replace")
@@ -116,15 +115,19 @@ class WindowDetokenizer:
     A token's text depends on what stands before it (leading spaces are stripped from the first one only) and, for
     fallback bytes, on the whole run of bytes (one invalid byte spoils the run). So new tokens are decoded together
     with the one visible token before them, and wait while a run of bytes is open.
+
+    Args:
+        silent: tokens without text: all special ones, or none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, joins_bytes: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[str], *, joins_bytes: bool) -> None:
         self._tokenizer = tokenizer
-        self._kinds = _TokenKinds(tokenizer)
+        self._kinds = _TokenKinds(tokenizer, silent)
+        self._skips_special = bool(silent)
         self._joins_bytes = joins_bytes
 
     def decode_full(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
         return text
 
     def stream(self) -> TextStream:
@@ -153,31 +156,34 @@ class _WindowStream:
         self._window.append(token_id)
         if kind == _BYTE:
             return ""
-        text: str = self._tokenizer.decode(self._window)
+        text = self._decode()
         # Only decoders that join the bytes of several tokens can end with half a character here.
         if not text.startswith(self._prefix) or (self._joins_bytes and text.endswith(REPLACEMENT)):
             return ""
         new_text = text[len(self._prefix) :]
         self._window = [token_id]
-        self._prefix = self._tokenizer.decode(self._window)
+        self._prefix = self._decode()
         return new_text
 
     def flush(self) -> str:
-        text: str = self._tokenizer.decode(self._window)
-        return text[len(self._prefix) :]
+        return self._decode()[len(self._prefix) :]
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._window, skip_special_tokens=False)  # none is here that has no text
+        return text
 
 
 class _TokenKinds(dict[int, int]):
     """Of each id, found when first asked for: without text, with text, or a fallback byte."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[str]) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._special = _special_tokens(tokenizer)
+        self._silent = silent
 
     def __missing__(self, token_id: int) -> int:
         token = self._tokenizer.id_to_token(token_id)
-        if token is None or token in self._special:
+        if token is None or token in self._silent:
             kind = _SILENT
         else:
             kind = _BYTE if _FALLBACK_BYTE.fullmatch(token) else _TEXT

@@ -60,13 +60,11 @@ class ReasoningRules:
         opened: the prompt ends with the mark that opens it.
         stops: stop strings count in it, too.
         marks: what stands around it.
-        detokenizer: makes texts that hold the marks; None: the usual one does.
     """
 
     opened: bool
     stops: bool
     marks: Marks = THINK
-    detokenizer: Detokenizer | None = None
 
     def splitter(self) -> ReasoningSplitter:
         """One for a new text."""
@@ -85,6 +83,7 @@ class ResolvedRequest:
         reasoning: how their texts are split, if they are.
         choices: what is scored behind it instead; there is one result then.
         constraint: what each of their texts must be, if anything.
+        detokenizer: makes their texts; None: the usual one does.
     """
 
     prompt_ids: IntArray
@@ -94,6 +93,7 @@ class ResolvedRequest:
     reasoning: ReasoningRules | None = None
     choices: tuple[Choice, ...] = ()
     constraint: Constraint | None = None
+    detokenizer: Detokenizer | None = None
 
     def message(self, first_uid: int, samples: Sequence[int] | None = None) -> NewPrompt:
         """What the engine is asked for, in requests with uids from `first_uid` on: one for each sample or choice.
@@ -182,7 +182,10 @@ def resolve_request(
     if params.split_reasoning:
         opened = tokenizer.last_text(prompt_ids).rstrip().endswith(tokenizer.marks.opening)
         stops_in_it = _set(params.stop_in_reasoning)
-        reasoning = ReasoningRules(opened, stops_in_it, tokenizer.marks, tokenizer.marks_detokenizer)
+        reasoning = ReasoningRules(opened, stops_in_it, tokenizer.marks)
+    # Special tokens are parts of what models write around tool calls, and some around their reasoning.
+    is_whole = bool(params.tools) or (reasoning is not None and bool(reasoning.marks.tokens))
+    detokenizer = tokenizer.whole_detokenizer if is_whole else None
     constraint = None
     if params.structured_outputs is not None and (grammar := make_grammar(params.structured_outputs)):
         if not any(token < tokenizer.vocab_size for token in eos_ids):
@@ -191,7 +194,9 @@ def resolve_request(
                 "structured_outputs: a text ends by an end-of-sequence token, and this model has none",
             )
         constraint = _constrain(tokenizer, grammar, prompt_ids, reasoning)
-    return ResolvedRequest(prompt_ids, sampling, _set(params.n), stops, reasoning, constraint=constraint)
+    return ResolvedRequest(
+        prompt_ids, sampling, _set(params.n), stops, reasoning, constraint=constraint, detokenizer=detokenizer
+    )
 
 
 def _constrain(

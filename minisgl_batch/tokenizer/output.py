@@ -131,11 +131,15 @@ class OutputProcessor:
         stops: StopRules,
         reasoning: ReasoningRules | None = None,
         logprobs: LogprobCollector | None = None,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
-        """Expect output of a request; call before the engine gets it."""
-        state = _RequestState(uid, prompt_tokens, stops, reasoning, logprobs=logprobs)
+        """Expect output of a request; call before the engine gets it.
+
+        `detokenizer` makes its text, by default the usual one.
+        """
+        state = _RequestState(uid, prompt_tokens, stops, detokenizer or self._detokenizer, reasoning, logprobs=logprobs)
         if stops.strings:
-            state.start_text(self._detokenizer)
+            state.start_text()
         self._live[uid] = state
 
     def add_prompt(self, prompt: NewPrompt, resolved: ResolvedRequest) -> list[int]:
@@ -148,6 +152,7 @@ class OutputProcessor:
                 stops=resolved.stops,
                 reasoning=resolved.reasoning,
                 logprobs=LogprobCollector.of(prompt, request),
+                detokenizer=resolved.detokenizer,
             )
         if not resolved.choices:
             return uids
@@ -201,7 +206,7 @@ class OutputProcessor:
         state.watched = True
         if state.choices is not None:
             return ""
-        text = state.text or state.start_text(self._detokenizer)
+        text = state.text or state.start_text()
         return text.so_far()
 
     def reasoning(self, uid: int) -> Reasoning | None:
@@ -336,7 +341,7 @@ class OutputProcessor:
         """The text of a request that has ended, and where its parts are."""
         if state.text is not None:
             return state.text.so_far(), state.text.reasoning
-        text = state.detokenizer(self._detokenizer).decode_full(text_tokens)
+        text = state.detokenizer.decode_full(text_tokens)
         if state.reasoning is None:
             return text, None
         splitter = state.reasoning.splitter()
@@ -352,6 +357,7 @@ class _RequestState:
     uid: int
     prompt_tokens: int
     stops: StopRules
+    detokenizer: Detokenizer
     reasoning: ReasoningRules | None = None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     text: GrowingText | None = None
@@ -375,13 +381,9 @@ class _RequestState:
             return "repetition" if _repeats(self.token_ids[-guard:].tobytes(), guard // MIN_REPEATS) else None
         return None
 
-    def detokenizer(self, usual: Detokenizer) -> Detokenizer:
-        """What makes its text."""
-        return usual if self.reasoning is None or self.reasoning.detokenizer is None else self.reasoning.detokenizer
-
-    def start_text(self, detokenizer: Detokenizer) -> GrowingText:
+    def start_text(self) -> GrowingText:
         """Make the text while it grows from now on, beginning with the tokens that are here."""
-        self.text = GrowingText(self.detokenizer(detokenizer).stream(), self.stops, self.reasoning)
+        self.text = GrowingText(self.detokenizer.stream(), self.stops, self.reasoning)
         self.text.grow(self.token_ids, len(self.token_ids), is_last=False)
         return self.text
 

@@ -23,7 +23,7 @@ from minisgl_batch.messages import SetVocabulary
 from minisgl_batch.reasoning import HARMONY, THINK
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.tokenizer.chat import NO_OPTIONS, ChatOptions, Message, first_line, render_chat, render_probe
-from minisgl_batch.tokenizer.detokenizer import ByteLevelDetokenizer, Detokenizer, is_byte_level, make_detokenizer
+from minisgl_batch.tokenizer.detokenizer import Detokenizer, make_detokenizer
 from minisgl_batch.tokenizer.model_defaults import ModelDefaults, read_model_defaults
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
@@ -54,7 +54,7 @@ class ModelTokenizer:
     Attributes:
         detokenizer: the way back.
         marks: what the model writes around its reasoning.
-        marks_detokenizer: the way back where the text is to hold these marks.
+        whole_detokenizer: the way back where the text is to hold special tokens, too.
         eos_ids: ids that end generation, sorted: those of generation_config.json, config.json, the tokenizer, and the
             special token that the chat template puts behind an assistant's message.
         default_sampling: what generation_config.json recommends.
@@ -69,9 +69,8 @@ class ModelTokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self.detokenizer: Detokenizer = make_detokenizer(self._fast)
-        self.marks, self.marks_detokenizer = THINK, self.detokenizer
-        if is_byte_level(self._fast) and None not in map(self._fast.token_to_id, HARMONY.tokens):
-            self.marks, self.marks_detokenizer = HARMONY, ByteLevelDetokenizer(self._fast, HARMONY.tokens)
+        self.whole_detokenizer: Detokenizer = make_detokenizer(self._fast, skip_special_tokens=False)
+        self.marks = THINK if None in map(self._fast.token_to_id, HARMONY.tokens) else HARMONY
         self.default_sampling: SamplingParams = defaults.sampling
         self._token_texts: dict[int, str] = {}
         self._words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {(): ()}

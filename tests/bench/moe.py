@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from minisgl_kernels import reference_moe
-from minisgl_kernels.fused_moe import Cut, Tile, fused_moe, runs_clusters, tile_for
+from minisgl_kernels.fused_moe import fused_moe, runs_clusters
+from minisgl_kernels.moe_tiles import Cut, Tile, tile_for
 from tests.bench.timing import median_us
 
 NUM_TOKENS = (1, 8, 64, 256, 1024, 4096)

@@ -349,6 +349,24 @@ def test_what_a_new_job_may_write_to(tmp_path: Path) -> None:
             check_output(tmp_path, overwrite=overwrite)
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "older/part-000000.parquet", "_notes.txt", ".cache/x"])
+def test_what_breaks_readers_of_the_folder_is_warned_of(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_part(tmp_path, 0)
+    finish_dataset(tmp_path, make(tmp_path, 1, JobState.FINISHED))
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes((tmp_path / part_name(0)).read_bytes() if name.endswith(".parquet") else b"")
+    try:
+        is_readable = pq.read_table(tmp_path).num_rows == read_dataset(tmp_path).num_rows
+    except pa.ArrowInvalid:
+        is_readable = False
+    check_output(tmp_path, overwrite=True)
+    warned = f"{tmp_path} holds other things, such as {Path(name).parts[0]}, which break tools"
+    assert (warned in caplog.text) is not is_readable
+
+
 @pytest.mark.parametrize("state", [JobState.FINISHED, JobState.CANCELED])
 def test_a_job_that_has_ended_lets_its_folder_go(tmp_path: Path, state: JobState) -> None:
     claim_output(tmp_path, "j")

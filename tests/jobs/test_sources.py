@@ -127,6 +127,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
         (b'{\n  "prompt": "a"\n}\n', "spread over lines"),
         ('{"prompt": "a"}\n'.encode("utf-16"), "UTF-16"),
         (b"BZh91AY&SY", "bzip2"),
+        (bytes(9), "begins with zero bytes"),
         (b"\xfd7zXZ\x00\x00\x04", "xz"),
         (b"PK\x03\x04\x14\x00", "zip archive"),
     ],

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from minisgl_kernels import reference_moe
-from minisgl_kernels.fused_moe import ClampedSwiglu, Cut, Tile, fused_moe, max_rows, tile_for
+from minisgl_kernels.fused_moe import ClampedSwiglu, fused_moe, max_rows
 from minisgl_kernels.moe_routing import max_parts, route
+from minisgl_kernels.moe_tiles import Cut, Tile, tile_for
 from tests.kernels.errors import DTYPES, assert_close
 
 Weights = tuple[torch.Tensor, torch.Tensor]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.minisgl_batch.distributed.rank_pool import RankPool
+from tests.minisgl_batch.hub_cache import cache
 from tests.seeding import seed
 
-__all__ = ["seed"]
+__all__ = ["cache", "seed"]
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
@@ -17,24 +14,7 @@ from minisgl_batch.config import EngineConfig
 from minisgl_batch.errors import InvalidParameterError, ModelError, ModelNotFoundError, ModelUnavailableError
 from minisgl_batch.hub import DEMO_MODEL, commit_of, folder_of, model_path
 from minisgl_workers.options import WorkerOptions
-
-MAIN, OLD = "a" * 40, "b" * 40
-HUB_ID = "someone/demo"
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with two commits of the demo model, the older of which has a shorter context, while offline."""
-    repo = tmp_path / "models--someone--demo"
-    for commit, name in ((MAIN, "main"), (OLD, "v1")):
-        shutil.copytree(model_path(DEMO_MODEL), repo / "snapshots" / commit)
-        (repo / "refs").mkdir(exist_ok=True)
-        (repo / "refs" / name).write_text(commit)
-    config = json.loads((repo / "snapshots" / OLD / "config.json").read_text())
-    (repo / "snapshots" / OLD / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path
+from tests.minisgl_batch.hub_cache import HUB_ID, MAIN, OLD
 
 
 @pytest.mark.parametrize(

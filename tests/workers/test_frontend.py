@@ -6,6 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+
 from minisgl_batch.hub import model_path
 from minisgl_batch.messages import AddRequests, EngineStats, FromEngine, StepOutput
 from minisgl_batch.sampling_params import SamplingParams
@@ -86,12 +88,14 @@ def test_an_idle_group_says_that_nothing_runs() -> None:
     assert {(info.num_running, info.num_waiting) for info in stubs.infos} == {(0, 0)}
 
 
-def test_rows_are_not_sent_to_the_engine_when_their_lease_ran_out_while_they_were_tokenized() -> None:
-    """They are sent once it is ours again, all of them and once."""
-    spec = JobSpec("j", "m", num_rows=3, chunk_rows=3, output="/nowhere", params=SamplingParams(max_tokens=4))
-    rows = [Row(0, prompt="1 + 1 ="), Row(1, prompt=""), Row(2, prompt="2 + 2 =")]
+def run_chunk(spec: JobSpec, rows: list[Row], *holds: bool) -> tuple[ChunkWork, list[AddRequests]]:
+    """A chunk, and what the engine was asked for it.
+
+    Args:
+        holds: whether the chunk's lease is the worker's, each time that it looks.
+    """
     work = ChunkWork(Lease(spec, 0, "token", 0, 1, b"", {}), ChunkRows(rows, "hash"))
-    answers = iter([True, False, False, True, True])
+    answers = iter(holds)
     sent: list[Any] = []
 
     def tick(*_: Any, **__: Any) -> None:
@@ -113,6 +117,27 @@ def test_rows_are_not_sent_to_the_engine_when_their_lease_ran_out_while_they_wer
     stubs = cast(Any, (delivery, publishing, link, ModelTokenizer.load(model_path("demo"))))
     frontend = Frontend(*stubs, WorkerInfo("w", "m"), cast(Any, None))
     frontend.run(100)
-    added = [message for message in sent if isinstance(message, AddRequests)]
+    return work, [message for message in sent if isinstance(message, AddRequests)]
+
+
+def test_rows_are_not_sent_to_the_engine_when_their_lease_ran_out_while_they_were_tokenized() -> None:
+    """They are sent once it is ours again, all of them and once."""
+    spec = JobSpec("j", "m", num_rows=3, chunk_rows=3, output="/nowhere", params=SamplingParams(max_tokens=4))
+    rows = [Row(0, prompt="1 + 1 ="), Row(1, prompt=""), Row(2, prompt="2 + 2 =")]
+    work, added = run_chunk(spec, rows, True, False, False, True, True)
     assert [len(message.prompts) for message in added] == [2]
     assert [(key, result.error is not None) for key, result in work.results.items()] == [((1, 0), True)]
+
+
+def test_what_a_job_says_of_chats_reaches_the_engine() -> None:
+    """Its system message and how it continues; a row may say otherwise."""
+    chat = [{"role": "user", "content": "17 + 25 ="}, {"role": "assistant", "content": "4"}]
+    params = SamplingParams(max_tokens=4, continue_final_message=True)
+    spec = JobSpec("j", "m", num_rows=2, chunk_rows=2, output="/nowhere", params=params, system="Be kind.")
+    rows = [Row(0, messages=chat), Row(1, messages=chat, params=SamplingParams(continue_final_message=False, n=2))]
+    _, (added,) = run_chunk(spec, rows, True, True)
+    tokenizer = ModelTokenizer.load(model_path("demo"))
+    texts = [tokenizer.hf_tokenizer.decode(np.frombuffer(prompt.prompt_ids, "<i4")) for prompt in added.prompts]
+    begun = "<|system|>Be kind.<|end|><|user|>17 + 25 =<|end|><|assistant|>4"
+    assert texts == [begun, f"{begun}<|end|><|assistant|>"]
+    assert [[new.sample_index for new in prompt.requests] for prompt in added.prompts] == [[0], [0, 1]]

@@ -12,7 +12,10 @@ import redis
 from minisgl_batch.cli import worker as worker_command
 from minisgl_batch.hub import model_path
 from minisgl_batch.tokenizer import ModelTokenizer
+from minisgl_jobs.leases import ChunkQueue
+from minisgl_jobs.status import WorkerInfo
 from tests.minisgl_batch.cli.conftest import RunCli, write_rows
+from tests.minisgl_batch.hub_cache import HUB_ID, MAIN, OLD
 from tests.processes import run_python
 
 
@@ -71,6 +74,31 @@ def test_every_row_that_can_not_be_served_is_listed(run_cli: RunCli, tmp_path: P
     run_cli("submit", good, "--model", "demo", "--dry-run")
     bad = write_rows(tmp_path / "bad.jsonl", ["a", {"prompt": "a", "structured_outputs": {"regex": "(a"}}])
     assert "unclosed group" in run_cli("submit", bad, "--model", "demo", "--dry-run", code=1).stderr
+
+
+@pytest.mark.usefixtures("cache")
+def test_tokens_are_those_of_the_revision_that_workers_run(
+    run_cli: RunCli, client: redis.Redis, tmp_path: Path, tokenizer: ModelTokenizer
+) -> None:
+    def found(model: str) -> tuple[int, str]:
+        arguments = ("submit", source, "--model", model, "--dry-run")
+        record, shown = json.loads(run_cli(*arguments, "--json").stdout), run_cli(*arguments).stdout
+        return record["context"], next(line for line in shown.splitlines() if line.startswith("tokenizer"))
+
+    def serve(model: str, worker_id: str, commit: str) -> None:
+        worker = ChunkQueue(client, model, worker_id)
+        worker.heartbeat(WorkerInfo(worker_id, model, description={"revision": commit}))
+
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    assert found(HUB_ID) == (tokenizer.max_len, f"tokenizer      of revision {MAIN}")
+    serve(HUB_ID, "w1", OLD)
+    assert found(HUB_ID) == (128, f"tokenizer      of revision {OLD}")
+    serve(f"{HUB_ID}@main", "w2", OLD)  # which has moved
+    assert found(f"{HUB_ID}@main") == (128, f"tokenizer      of revision {OLD}")
+    serve(f"{HUB_ID}@v1", "w3", "c" * 40)  # of another model, which is served under this name
+    assert found(f"{HUB_ID}@v1") == (128, f"tokenizer      of revision {OLD}; its workers run {'c' * 40}")
+    serve(HUB_ID, "w4", MAIN)
+    assert found(HUB_ID) == (tokenizer.max_len, f"tokenizer      of revision {MAIN}; its workers run {MAIN}, {OLD}")
 
 
 def test_tokens_are_counted_without_torch(run_cli: RunCli, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from minisgl_batch.cli.main import COMMANDS, cli
+from minisgl_batch.cli.options import MAX_FILE_BYTES, schema_file
 from minisgl_batch.client import Client
 from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
 from tests.minisgl_batch.cli.conftest import RunCli, write_rows
@@ -82,6 +84,25 @@ def test_bad_usage(run_cli: RunCli, tmp_path: Path, args: tuple[str, ...]) -> No
     result = run_cli(*args, code=2)
     assert "Error: " in result.stderr
     assert "secret" not in result.output
+
+
+@pytest.mark.parametrize("option", ["--json-schema", "--tools"])
+def test_files_of_options_are_read_up_to_a_bound(run_cli: RunCli, tmp_path: Path, option: str) -> None:
+    """As /dev/zero is, which has no end."""
+    source, file = write_rows(tmp_path / "in.jsonl", ["a"]), tmp_path / "large.json"
+    file.touch()
+    os.truncate(file, MAX_FILE_BYTES + 1)
+    refused = run_cli("submit", source, "--model", "m", option, file, code=2)
+    assert f"Error: Invalid value for '{option}': {file} holds more than 16 MiB" in refused.stderr
+
+
+def test_a_schema_may_come_from_a_pipe() -> None:
+    """As from a shell's <(...)."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as file:
+        file.write('{"type": "object"}')
+    assert schema_file(f"/dev/fd/{reader}") == {"type": "object"}
+    os.close(reader)
 
 
 def test_a_job_id_is_refused_before_a_folder_is_named_by_it(run_cli: RunCli, tmp_path: Path) -> None:

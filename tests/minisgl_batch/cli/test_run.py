@@ -24,7 +24,7 @@ def test_an_output_has_one_run_at_a_time(run_cli: RunCli, tmp_path: Path, option
     held = os.open(folder, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     refused = run_cli("run", source, "--model", "demo", *options, code=2)
-    assert f"another run writes to {folder}: wait for its end, or give another --output" in refused.stderr
+    assert f"another run writes to {folder}: wait for its end, or use another folder" in refused.stderr
     assert os.listdir(folder) == []
     os.close(held)
 

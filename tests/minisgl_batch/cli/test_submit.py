@@ -300,7 +300,7 @@ def test_nothing_is_submitted_to_the_folder_of_a_run(run_cli: RunCli, client: re
     (folder / "_JOB").write_text("rows-1")
     with lock_folder(folder, alone=True):
         refused = run_cli("submit", source, "--model", MODEL, "-o", folder, "--overwrite", code=2)
-    assert f"another run (job rows-1) writes to {folder}: wait for its end, or give another --output" in refused.stderr
+    assert f"another run (job rows-1) writes to {folder}: wait for its end, or use another folder" in refused.stderr
     assert os.listdir(folder) == ["_JOB"]
     assert list(client.scan_iter()) == []
 

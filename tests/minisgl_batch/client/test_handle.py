@@ -20,6 +20,7 @@ from minisgl_batch.errors import (
     UsageError,
 )
 from minisgl_jobs.dataset import SUCCESS
+from minisgl_jobs.folder_lock import lock_folder
 from minisgl_jobs.job_results import JobResults
 from minisgl_jobs.keys import QueueKeys, queue_name
 from minisgl_jobs.model import JobState
@@ -61,6 +62,21 @@ def test_retry_of_a_job_that_is_not_partial(
     with pytest.raises(JobStateError, match="finished, not partial"):
         job.retry()
     assert SUCCESS in os.listdir(tmp_path / "out")
+
+
+def test_nothing_is_done_to_the_folder_of_a_run(
+    client: redis.Redis, submit: Callable[..., JobHandle], tmp_path: Path
+) -> None:
+    """A run goes on with a partial dataset under the name of its job, which another Redis has, too."""
+    with EchoWorker(client):
+        job = submit(["a", "fail"])
+        job.wait(DEADLINE_S)
+    found = sorted(os.listdir(tmp_path / "out"))
+    for change in (job.retry, lambda: job.purge(output=True)):
+        with lock_folder(tmp_path / "out", alone=True), pytest.raises(OutputError, match="another run writes to"):
+            change()
+        assert job.status().state is JobState.PARTIAL
+        assert sorted(os.listdir(tmp_path / "out")) == found
 
 
 def test_a_running_job(client: redis.Redis, submit: Callable[..., JobHandle]) -> None:

@@ -80,14 +80,21 @@ def random_prompt(length: int) -> list[int]:
     return [random.randrange(VOCAB) for _ in range(length)]
 
 
-def random_adjustments() -> dict[str, Any]:
-    """Some of all kinds together. Words differ from prompts' ends, where transformers looks for them too."""
+def random_prompts(num_prompts: int) -> list[list[int]]:
+    return [random_prompt(random.randint(1, 30)) for _ in range(num_prompts)]
+
+
+def random_adjustments(prompt: list[int]) -> dict[str, Any]:
+    """Some of all kinds together. No word begins in the prompt, where transformers looks for them too."""
+    absent = sorted(set(range(VOCAB)) - set(prompt))
+    words = [(token,) for token in random.sample(range(VOCAB), 15)]
+    words += [(random.choice(absent), *random_prompt(random.randint(1, 2))) for _ in range(40)]
     kinds: dict[str, Any] = {
         "presence_penalty": random.uniform(-2, 2),
         "frequency_penalty": random.uniform(-2, 2),
         "repetition_penalty": random.uniform(0.5, 3),
         "logit_bias": tuple((token, random.uniform(-3, 3)) for token in random.sample(range(VOCAB), 9)),
-        "bad_words": tuple((token,) for token in random.sample(range(VOCAB), 20)),
+        "bad_words": tuple(words),
     }
     return dict(random.sample(sorted(kinds.items()), random.randint(1, len(kinds))))
 
@@ -100,7 +107,7 @@ def test_ids_and_scores_are_those_of_transformers(
     reference, folder = model
     served = Served(folder, page_size=4, max_running=4, max_prefill_tokens=9, overlap=overlap)
     scores = Scores(served, monkeypatch)
-    rows = [(random_prompt(random.randint(1, 30)), random_adjustments()) for _ in range(6)]
+    rows = [(prompt, random_adjustments(prompt)) for prompt in random_prompts(6)]
     rows.append((random_prompt(9), {}))
     for _ in range(2):
         uids = [served.add([prompt], max_tokens=NUM_TOKENS, **adjustments)[0] for prompt, adjustments in rows]
@@ -221,7 +228,7 @@ def test_samples_follow_the_changed_distribution(model: tuple[Any, Path], filter
 def test_samples_do_not_depend_on_their_batch(model: tuple[Any, Path], filters: dict[str, Any]) -> None:
     _, folder = model
     common = {"temperature": 1.0, "max_tokens": NUM_TOKENS, **filters}
-    rows = [(random_prompt(random.randint(2, 30)), random_adjustments()) for _ in range(4)]
+    rows = [(prompt, random_adjustments(prompt)) for prompt in random_prompts(4)]
     together = Served(folder)
     for seed, (prompt, adjustments) in enumerate(rows):
         together.add([prompt], seed=seed, **common, **adjustments)

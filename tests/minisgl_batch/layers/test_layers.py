@@ -22,6 +22,9 @@ from minisgl_batch.layers.linear import (
 from minisgl_batch.layers.norm import RMSNorm
 from minisgl_batch.layers.packing import linear, pack
 from minisgl_batch.layers.sharding import shard_heads
+from minisgl_kernels import matmul
+from minisgl_kernels.fixed_order import CpuFixedOrder
+from minisgl_kernels.matmul import Operand
 from tests.minisgl_batch.distributed.lone_rank import lone_rank
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -66,6 +69,28 @@ def test_packed_weights_multiply_as_plain_ones(num_rows: int, dtype: torch.dtype
     packed = pack(weight)
     for b in (bias, None):
         torch.testing.assert_close(linear(x, packed, b), F.linear(x, weight, b), **tolerance)
+
+
+class Noting(CpuFixedOrder):
+    """Notes of how many rows each product was."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def matmul(self, x: Operand, weight: Operand, out: torch.Tensor | None) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
+        self.sizes.append(len(x))
+        return super().matmul(x, weight, out)
+
+
+def test_packed_weights_are_multiplied_in_a_fixed_order_where_that_is_asked_for() -> None:
+    """Whether the bits would be others otherwise depends on the processor."""
+    weight, bias, x = torch.randn(30, 50), torch.randn(30), torch.randn(70, 50)
+    packed, products = pack(nn.Parameter(weight, requires_grad=False)), Noting()
+    with matmul.activate(products):
+        for b in (bias, None):
+            torch.testing.assert_close(linear(x, packed, b), F.linear(x, weight, b), atol=1e-4, rtol=1e-4)
+    assert products.sizes == [70, 70]
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -43,7 +43,10 @@ LONGROPE = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-    "llama3": ("llama", {"rope_scaling": LLAMA3, "max_position_embeddings": LEN}),
+    "llama3": (
+        "llama",  # with wavelengths in all three ranges
+        {"rope_scaling": LLAMA3, "max_position_embeddings": LEN, "head_dim": 16, "rope_theta": 500.0},
+    ),
     "yarn": ("qwen3", {"rope_scaling": YARN}),
     "yarn with attention_factor": ("qwen2", {"rope_scaling": YARN | {"attention_factor": 0.7}}),
     "yarn with mscale": ("mistral", {"rope_scaling": YARN | {"mscale": 1.3, "mscale_all_dim": 0.6}}),

@@ -104,6 +104,10 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         narrow,
         r"down_proj_blocks has the shape \[3, 32, 96\], but config\.json asks for \[3, 64, 96\]",
     ),
+    "a scale that is no number": (
+        lambda t: t[KEY("gate_up_proj_scales")].view(-1)[-1:].fill_(0xFF),
+        r"model\.safetensors: \S+gate_up_proj_blocks holds NaN or infinite numbers",
+    ),
     "another tensor": (
         lambda t: t.update({"model.layers.0.self_attn.sinks": torch.ones(8, dtype=torch.uint8)}),
         r"self_attn\.sinks is stored as U8; quantized",

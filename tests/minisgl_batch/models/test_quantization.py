@@ -92,8 +92,11 @@ def test_weights_are_those_that_transformers_reads(tmp_path: Path) -> None:
 def test_ranks_share_weights_with_their_scales(
     name: str, tolerance: float, rank_pool: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    """Where a token has one scale, each rank has one for its share of a split input: near, but not the same."""
-    reference = random_model("qwen3", **(SIZES | {"hidden_size": 256, "tie_word_embeddings": True}))
+    """Where a token has one scale, each rank has one for its share of a split input: near, but not the same.
+
+    The second rank's keys and values begin in the middle of a block and end in another.
+    """
+    reference = random_model("qwen3", **(SIZES | {"hidden_size": 256, "head_dim": 192, "tie_word_embeddings": True}))
     folder = save_fp8(reference, tmp_path, FORMATS[name])
     sequences = random_sequences(reference.config.vocab_size, [9, 20])
     answers = rank_pool(2).run(ranks.logits_of_checkpoint, folder, sequences, [4, 20])
@@ -161,6 +164,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "embeddings": (fp8(modules_to_convert=["embed_tokens"]), r"modules_to_convert: isn't supported"),
     "no list": (fp8(modules_to_not_convert="lm_head"), r"modules_to_not_convert: must be a list of layers"),
     "no expression": (fp8(ignored_layers=["a["]), r"ignored_layers: .* is no regular expression"),
+    "an expression without an end": (
+        compressed("channel", "token", ignore=[r"re:(?:(.)|(.)\2?)+[^j]$"]),
+        r"ignore: an expression takes too long to match model\.layers\.0\.self_attn",
+    ),
     "int8": (compressed("channel", "token", format="int-quantized"), r"format: only float-quantized is supported"),
     "weights alone": (grouped(input_activations=None), r"group_0: both weights and input_activations must be"),
     "some layers": (grouped(targets=["re:.*mlp.*"]), r"targets: must be \['Linear'\]"),
@@ -228,6 +235,28 @@ def test_a_faulty_tensor_is_named(fault: str, tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(ModelError, match=message):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_a_weight_in_fp8_that_is_no_number_is_named(byte: int, tmp_path: Path) -> None:
+    save_fp8(random_model("llama", **SIZES), tmp_path, FORMATS[random.choice(list(FORMATS))])
+    file, key = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(file)
+    flat = tensors[key].view(torch.uint8).view(-1)
+    flat[random.randrange(len(flat))] = byte
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {re.escape(key)} holds NaN or infinite numbers"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_is_named_when_it_is_put_into_fp8(number: float, tmp_path: Path) -> None:
+    file = save(random_model("llama", **SIZES), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors[KEY].view(-1)[random.randrange(tensors[KEY].numel())] = number
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=rf"model\.safetensors: {re.escape(KEY)} holds NaN or infinite numbers"):
+        loaded(tmp_path, load_model_config(tmp_path).quantized(at_load=False))
 
 
 def test_scales_of_channels_are_no_row(tmp_path: Path) -> None:

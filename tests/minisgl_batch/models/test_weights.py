@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +180,28 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         r"lacks (layers\.0\.\S+, ){4}layers\.0\.\S+ and \d+ more tensors",
     ),
 }
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_tensor_with_a_number_that_is_none_is_named(number: float, folder: Path) -> None:
+    """One of all numbers of the checkpoint; of 1-D norms and of experts, whose targets have gaps, as well."""
+    key = random.choice([key for key in load_file(folder / WEIGHTS) if not key.startswith("lm_head")])  # may be tied
+
+    def damage(tensors: Tensors) -> None:
+        flat = tensors[key].view(-1)
+        flat[random.randrange(len(flat))] = number
+
+    rewrite(folder, damage)
+    with pytest.raises(ModelError, match=rf"{WEIGHTS}: {re.escape(key)} holds NaN or infinite numbers, as float32: "):
+        loaded(folder)
+
+
+def test_numbers_beyond_the_dtype_are_named(folder: Path) -> None:
+    key = "model.norm.weight"
+    rewrite(folder, lambda t: t[key][-1:].fill_(70_000.0))
+    with pytest.raises(ModelError, match=rf"{re.escape(key)} holds NaN or infinite numbers, as float16: "):
+        loaded(folder, torch.float16)
+    loaded(folder, torch.bfloat16)
 
 
 @pytest.mark.parametrize("fault", TENSOR_FAULTS)

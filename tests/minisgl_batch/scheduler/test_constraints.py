@@ -197,9 +197,13 @@ def test_marks_of_several_tokens(world: World) -> None:
 
 
 def test_no_row_waits_for_anothers_grammar(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, go_on = grammar(regex="slow"), threading.Event()
-    monkeypatch.setattr(compiling, "GrammarCheck", lambda: _FakeCheck(lambda text: text != slow or go_on.wait(60)))
+    slow, *others = [grammar(regex=f"slow{i}") for i in range(compiling.NUM_THREADS - 1)]
+    go_on = threading.Event()
+    monkeypatch.setattr(
+        compiling, "GrammarCheck", lambda: _FakeCheck(lambda text: "slow" not in text or go_on.wait(60))
+    )
     world.say(vocabulary())
+    world.add(*(prompt(Constraint(other), uid) for uid, other in enumerate(others, 10)))
     world.add(
         prompt(Constraint(slow), 1, 2),
         prompt(None, 3),
@@ -210,7 +214,7 @@ def test_no_row_waits_for_anothers_grammar(world: World, monkeypatch: pytest.Mon
     wait_for("what needn't wait", lambda: came.extend(world.uids()) or came == [3, 4])
     world.add(prompt(Constraint(grammar(regex="fast")), 6))
     assert world.uids() == [6]  # at once: its grammar is known
-    abort = AbortRequests([2, 5])
+    abort = AbortRequests([2, 5, *range(10, 10 + len(others))])
     world.say(abort, Shutdown())
     assert world.source.receive(block=True) == [abort, Shutdown()]
     go_on.set()

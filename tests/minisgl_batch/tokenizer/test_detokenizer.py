@@ -28,18 +28,23 @@ def streamed(detokenizer: Detokenizer, token_ids: list[int]) -> str:
     return "".join([*map(stream.push, token_ids), stream.flush()])
 
 
-def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+def decoded(tokenizer: Tokenizer, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
     return text
+
+
+def check(tokenizer: Tokenizer, token_ids: list[int]) -> None:
+    for skip in (True, False):
+        detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip)
+        want = decoded(tokenizer, token_ids, skip_special_tokens=skip)
+        assert streamed(detokenizer, token_ids) == detokenizer.decode_full(token_ids) == want
 
 
 @property_settings
 @given(data=st.data())
 def test_random_ids(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
     # Beyond the vocabulary, too: embeddings are padded, and a random model draws such ids.
-    ids = data.draw(st.lists(st.integers(0, any_tokenizer.get_vocab_size() + 8), max_size=40))
-    detokenizer = make_detokenizer(any_tokenizer)
-    assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == decoded(any_tokenizer, ids)
+    check(any_tokenizer, data.draw(st.lists(st.integers(0, any_tokenizer.get_vocab_size() + 8), max_size=40)))
 
 
 def test_every_token(any_tokenizer: Tokenizer) -> None:
@@ -58,8 +63,7 @@ def test_random_bytes(byte_level_tokenizer: Tokenizer, byte_fallback_tokenizer: 
     num_bytes = st.integers(3, 258)
     ids = data.draw(st.lists(st.one_of(num_bytes, num_bytes, st.integers(0, 2), st.integers(259, 280)), max_size=30))
     for tokenizer in (byte_level_tokenizer, byte_fallback_tokenizer):
-        detokenizer = make_detokenizer(tokenizer)
-        assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == decoded(tokenizer, ids)
+        check(tokenizer, ids)
 
 
 @property_settings

@@ -22,7 +22,7 @@ from minisgl_batch.messages import (
 from minisgl_batch.reasoning import HARMONY
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.tokenizer import ModelTokenizer, resolve_request
-from minisgl_batch.tokenizer.detokenizer import make_detokenizer
+from minisgl_batch.tokenizer.detokenizer import Detokenizer, make_detokenizer
 from minisgl_batch.tokenizer.input import ReasoningRules, StopRules
 from minisgl_batch.tokenizer.output import OutputEvents, OutputProcessor, SampleOutput
 from tests.minisgl_batch.tokenizer.conftest import ModelFolder
@@ -56,12 +56,14 @@ class Row:
         stops: StopRules | None = None,
         uid: int = 7,
         reasoning: ReasoningRules | None = None,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
         self.processor, self.uid = processor, uid
         self.shown = ""
         self.aborts: list[int] = []
         self.result: SampleOutput | None = None
-        processor.add(uid, prompt_tokens=3, stops=stops or StopRules(), reasoning=reasoning)
+        stops = stops or StopRules()
+        processor.add(uid, prompt_tokens=3, stops=stops, reasoning=reasoning, detokenizer=detokenizer)
 
     def watch(self) -> None:
         snapshot = self.processor.watch(self.uid)
@@ -272,7 +274,8 @@ def test_channels_of_gpt_oss_are_told_apart_though_their_marks_have_no_text(
     for split in (False, True):
         params = SamplingParams(split_reasoning=split)
         resolved = resolve_request(model_tokenizer, prompt, params, max_len=99, job_seed=0, row_index=0)
-        row = Row(OutputProcessor(model_tokenizer.detokenizer), reasoning=resolved.reasoning)
+        processor = OutputProcessor(model_tokenizer.detokenizer)
+        row = Row(processor, reasoning=resolved.reasoning, detokenizer=resolved.detokenizer)
         if watched:
             row.watch()
         row.feed(ids, FINISH_LENGTH)
@@ -280,6 +283,27 @@ def test_channels_of_gpt_oss_are_told_apart_though_their_marks_have_no_text(
         found[split] = (result.raw_text, result.reasoning_text, result.text)
     assert found[True] == (text, "the dog", "a dog")
     assert found[False] == (None, None, with_channels.decode(ids))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_text_that_may_call_tools_keeps_special_tokens(
+    model_folder: ModelFolder, tokenizer: Tokenizer, watched: bool
+) -> None:
+    """As Mistral's models write them; what ends the text is no part of it."""
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+    model_tokenizer = ModelTokenizer.load(model_folder(tokenizer))
+    prompt, text = model_tokenizer.encode_prompt("the dog"), '[TOOL_CALLS]bark[ARGS]{"a": 1}'
+    found = []
+    for tools in (({"name": "bark"},), ()):
+        params = SamplingParams(tools=tools)
+        resolved = resolve_request(model_tokenizer, prompt, params, max_len=99, job_seed=0, row_index=0)
+        row = Row(OutputProcessor(model_tokenizer.detokenizer), detokenizer=resolved.detokenizer)
+        if watched:
+            row.watch()
+        row.feed([*tokenizer.encode(text).ids, EOS], FINISH_STOP)
+        assert not watched or row.shown == row.end().text
+        found.append(row.end().text)
+    assert found == [text, 'bark{"a": 1}']
 
 
 def test_text_that_may_begin_a_stop_string_is_shown_late(processor: OutputProcessor, tokenizer: Tokenizer) -> None:
