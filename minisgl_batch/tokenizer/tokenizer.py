@@ -38,6 +38,11 @@ _LAST_TOKENS = 16  # enough for a mark and the white space behind it, in bytes i
 _PROBE = "turn-end-probe"  # a text that no template holds itself
 
 
+def is_chat(given: PromptInput) -> bool:
+    """Whether a prompt is messages."""
+    return not isinstance(given, str) and len(given) > 0 and isinstance(given[0], Mapping)
+
+
 def hide_torch() -> None:
     """Keep torch out of this process, where transformers would import it for nothing (a second and 180 MB).
 
@@ -198,7 +203,7 @@ class ModelTokenizer:
         for index, given in enumerate(inputs):
             asked = NO_OPTIONS if options is None else options[index]
             try:
-                if not isinstance(given, str) and len(given) and isinstance(given[0], Mapping):
+                if is_chat(given):
                     chats[index] = self.render_chat(cast(Sequence[Message], given), system, asked)
                     continue
                 asked.refuse_without_messages()
