@@ -129,7 +129,7 @@ def _find_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
         return [folder / SINGLE_FILE], {}
     refuse_adapter(folder)
     # Mistral's repositories hold the same weights twice, under Mistral's own names in consolidated*.safetensors.
-    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("consolidated"))
+    files = sorted(f for f in folder.glob("*.safetensors") if f.is_file() and not f.name.startswith("consolidated"))
     if files:
         return files, {}
     others = sorted(file for pattern in _OTHER_FORMATS for file in folder.glob(pattern))

@@ -5,13 +5,15 @@ Knows nothing of token ids. Called by the tokenizer.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 from jinja2 import TemplateError
 
-from minisgl_batch.errors import RequestError
+from minisgl_batch.errors import ModelError, RequestError
 from minisgl_batch.sampling_params import SamplingParams
 
 Message: TypeAlias = Mapping[str, Any]
@@ -25,7 +27,9 @@ TEMPLATE_ERRORS = (
     AttributeError,
     ArithmeticError,
     RecursionError,
+    MemoryError,
 )
+PROBE_S = 20.0  # far more than a template takes for two messages, on a busy machine too
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,31 @@ def render_chat(
     return text
 
 
+def render_probe(hf_tokenizer: Any, content: str) -> str | None:
+    """The text of a chat of two messages with this content, a user's and an assistant's; None if it is refused.
+
+    Raises:
+        ModelError: the template doesn't come to an end, which would hold up all rows.
+    """
+    chat = [{"role": role, "content": content} for role in ("user", "assistant")]
+    texts: SimpleQueue[str | None] = SimpleQueue()
+
+    def render() -> None:
+        try:
+            texts.put(hf_tokenizer.apply_chat_template(chat, tokenize=False))
+        except Exception:  # noqa: BLE001 - whatever it is, the rows that it concerns will say it
+            texts.put(None)
+
+    threading.Thread(target=render, name="chat template", daemon=True).start()  # nothing else can end it
+    try:
+        return texts.get(timeout=PROBE_S)
+    except Empty:
+        raise ModelError(
+            f"{hf_tokenizer.name_or_path}: the chat template has taken {PROBE_S:g} s for two short messages: it may "
+            "never come to an end"
+        ) from None
+
+
 def _plain_message(message: Message, index: int) -> dict[str, Any]:
     """The message with its content as one string, which is what templates of text models take."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -128,5 +157,6 @@ def _text_of_part(part: Any, where: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says, else its name."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of what an error says, with the next one if it announces that, else its name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

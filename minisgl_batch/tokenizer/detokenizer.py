@@ -2,7 +2,8 @@
 
 Both equal Hugging Face's `decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=False)`. A stream gives
 text as soon as no later token can change it, so a character of several tokens comes whole. Ids without a token (a
-model's vocabulary may be padded) have no text. Knows nothing of requests or stop strings.
+model's vocabulary may be padded) have no text. Behind a prompt's tokens the text begins with its first space, which
+that decoding drops with some tokenizers. Knows nothing of requests or stop strings.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -43,6 +45,10 @@ class Detokenizer(Protocol):
         """A new, empty stream."""
         ...
 
+    def after(self, token_ids: Sequence[int]) -> Detokenizer:
+        """One for texts that go on behind these tokens: they begin with their first token's space, if it has one."""
+        ...
+
 
 def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> Detokenizer:
     """The detokenizer that fits the tokenizer's decoder.
@@ -72,6 +78,9 @@ class ByteLevelDetokenizer:
 
     def stream(self) -> TextStream:
         return _ByteLevelStream(self._bytes)
+
+    def after(self, token_ids: Sequence[int]) -> Detokenizer:
+        return self  # each token is its bytes, wherever it stands
 
 
 class _ByteLevelStream:
@@ -125,13 +134,25 @@ class WindowDetokenizer:
         self._kinds = _TokenKinds(tokenizer, silent)
         self._skips_special = bool(silent)
         self._joins_bytes = joins_bytes
+        self._before: list[int] = []  # a token before the text, or none
 
     def decode_full(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
-        return text
+        return self._decode([*self._before, *token_ids])[len(self._decode(self._before)) :]
 
     def stream(self) -> TextStream:
-        return _WindowStream(self._tokenizer, self._kinds, self._joins_bytes)
+        return _WindowStream(self._tokenizer, self._kinds, self._joins_bytes, self._before)
+
+    def after(self, token_ids: Sequence[int]) -> Detokenizer:
+        shown = (token for token in reversed(token_ids) if self._kinds[token] == _TEXT)
+        # Half a character would be another's half.
+        before = next((token for token in shown if REPLACEMENT not in self._decode([token])), None)
+        behind = copy(self)
+        behind._before = [] if before is None else [before]
+        return behind
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
+        return text
 
 
 _SILENT, _TEXT, _BYTE = range(3)
@@ -142,12 +163,12 @@ class _WindowStream:
 
     __slots__ = ("_joins_bytes", "_kinds", "_prefix", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, kinds: _TokenKinds, joins_bytes: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, kinds: _TokenKinds, joins_bytes: bool, before: list[int]) -> None:
         self._tokenizer = tokenizer
         self._kinds = kinds
         self._joins_bytes = joins_bytes
-        self._window: list[int] = []
-        self._prefix = ""  # text of the window's token that is out, decoded alone
+        self._window = before.copy()
+        self._prefix = self._decode()  # text of the window's token that is out, decoded alone
 
     def push(self, token_id: int) -> str:
         kind = self._kinds[token_id]

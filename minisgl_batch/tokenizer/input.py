@@ -26,7 +26,7 @@ from minisgl_batch.sampling_params import (
 from minisgl_batch.tokenizer.choices import MAX_CHOICE_TOKENS, Choice
 from minisgl_batch.tokenizer.detokenizer import Detokenizer
 from minisgl_batch.tokenizer.grammar import make_grammar
-from minisgl_batch.tokenizer.tokenizer import IntArray, ModelTokenizer, PromptInput
+from minisgl_batch.tokenizer.tokenizer import IntArray, ModelTokenizer, PromptInput, is_chat
 
 T = TypeVar("T")
 
@@ -130,7 +130,8 @@ def resolve_request(
         layers: the most specific first (row, job); the model's own defaults and then `NEUTRAL` come after them.
         max_len: longest prompt + output of the engine, in tokens.
         job_seed, row_index: give the seed of a request without one of its own.
-        prompt: what the ids were made of; choices are encoded together with a text.
+        prompt: what the ids were made of; choices are encoded together with a text, and other texts than answers to
+            chats begin where it ends.
 
     Raises:
         RequestError: "invalid_request" for a prompt without tokens or with ids that the model doesn't have, and for
@@ -185,7 +186,7 @@ def resolve_request(
         reasoning = ReasoningRules(opened, stops_in_it, tokenizer.marks)
     # Special tokens are parts of what models write around tool calls, and some around their reasoning.
     is_whole = bool(params.tools) or (reasoning is not None and bool(reasoning.marks.tokens))
-    detokenizer = tokenizer.whole_detokenizer if is_whole else None
+    detokenizer = tokenizer.whole_detokenizer if is_whole else tokenizer.detokenizer
     constraint = None
     if params.structured_outputs is not None and (grammar := make_grammar(params.structured_outputs)):
         if not any(token < tokenizer.vocab_size for token in eos_ids):
@@ -194,6 +195,9 @@ def resolve_request(
                 "structured_outputs: a text ends by an end-of-sequence token, and this model has none",
             )
         constraint = _constrain(tokenizer, grammar, prompt_ids, reasoning)
+    # An answer begins without the space of its first token, as in transformers; to a grammar the space is part of it.
+    if constraint is not None or params.continue_final_message or not is_chat(prompt):
+        detokenizer = detokenizer.after(prompt_ids.tolist())
     return ResolvedRequest(
         prompt_ids, sampling, _set(params.n), stops, reasoning, constraint=constraint, detokenizer=detokenizer
     )

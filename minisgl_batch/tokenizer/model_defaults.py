@@ -84,7 +84,7 @@ def _context_length(config: dict[str, Any], file: Path) -> int:
 def _number(values: dict[str, Any], key: str, default: float, file: Path) -> float:
     value = default if values.get(key) is None else values[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_TOKENS_LIMIT:
-        raise ModelError(f"{file}: {key} must be a number above 0, got {str(value)[:100]}")
+        raise ModelError(f"{file}: {key} must be a number above 0, got {repr(value)[:100]}")
     return value
 
 
@@ -94,7 +94,7 @@ def _eos_ids(config: dict[str, Any], file: Path) -> frozenset[int]:
     for token_id in ids:
         # -1 stands for "none" in some models.
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not -1 <= token_id <= MAX_TOKEN_ID:
-            raise ModelError(f"{file}: eos_token_id: must be a token id or a list of them, got {str(eos)[:100]}")
+            raise ModelError(f"{file}: eos_token_id: must be a token id or a list of them, got {repr(eos)[:100]}")
     return frozenset(ids) - {-1}
 
 

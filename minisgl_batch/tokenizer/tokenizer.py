@@ -22,7 +22,7 @@ from minisgl_batch.errors import ModelError, RequestError
 from minisgl_batch.messages import SetVocabulary
 from minisgl_batch.reasoning import HARMONY, THINK
 from minisgl_batch.sampling_params import SamplingParams
-from minisgl_batch.tokenizer.chat import NO_OPTIONS, TEMPLATE_ERRORS, ChatOptions, Message, first_line, render_chat
+from minisgl_batch.tokenizer.chat import NO_OPTIONS, ChatOptions, Message, first_line, render_chat, render_probe
 from minisgl_batch.tokenizer.detokenizer import Detokenizer, make_detokenizer
 from minisgl_batch.tokenizer.model_defaults import ModelDefaults, read_model_defaults
 
@@ -36,6 +36,11 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.t
 _TAIL_CHARS = 40
 _LAST_TOKENS = 16  # enough for a mark and the white space behind it, in bytes if need be
 _PROBE = "turn-end-probe"  # a text that no template holds itself
+
+
+def is_chat(given: PromptInput) -> bool:
+    """Whether a prompt is messages."""
+    return not isinstance(given, str) and len(given) > 0 and isinstance(given[0], Mapping)
 
 
 def hide_torch() -> None:
@@ -198,7 +203,7 @@ class ModelTokenizer:
         for index, given in enumerate(inputs):
             asked = NO_OPTIONS if options is None else options[index]
             try:
-                if not isinstance(given, str) and len(given) and isinstance(given[0], Mapping):
+                if is_chat(given):
                     chats[index] = self.render_chat(cast(Sequence[Message], given), system, asked)
                     continue
                 asked.refuse_without_messages()
@@ -209,8 +214,8 @@ class ModelTokenizer:
                     encoded[index] = self.encode_ids(cast(Sequence[int], given))
             except RequestError as error:
                 encoded[index] = error
-        encoded.update(zip(prompts, self._encode(list(prompts.values()), add_special_tokens=True), strict=True))
-        encoded.update(zip(chats, self._encode(list(chats.values()), add_special_tokens=False), strict=True))
+        encoded |= self._encode_each(prompts, add_special_tokens=True)
+        encoded |= self._encode_each(chats, add_special_tokens=False)
         return [encoded[index] for index in range(len(inputs))]
 
     def encode_choices(
@@ -315,26 +320,48 @@ class ModelTokenizer:
         # What follows a space is often a token of its own, else the space is one.
         return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
 
+    def _encode_each(self, texts: Mapping[int, str], *, add_special_tokens: bool) -> dict[int, IntArray | RequestError]:
+        """`_encode` of many; one that can't be encoded gives its error instead."""
+        try:
+            return dict(
+                zip(texts, self._encode(list(texts.values()), add_special_tokens=add_special_tokens), strict=True)
+            )
+        except RequestError as error:
+            if len(texts) == 1:
+                return dict.fromkeys(texts, error)
+        return {
+            index: ids
+            for one in texts.items()
+            for index, ids in self._encode_each(dict([one]), add_special_tokens=add_special_tokens).items()
+        }
+
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[IntArray]:
-        encodings = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        """The ids of texts.
+
+        Raises:
+            RequestError: one can't be encoded, such as a word that a tokenizer without an unknown token hasn't.
+        """
+        try:
+            encodings = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except Exception as error:  # tokenizers raises nothing more special
+            raise RequestError(
+                "invalid_request", f"the model's tokenizer can't encode this text: {first_line(error)}"
+            ) from error
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def _turn_end(self) -> int | None:
         """The special token right behind an assistant's message, when the chat template puts one there."""
-        if not self.has_chat_template:
-            return None
-        chat = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-        try:
-            text: str = self._hf.apply_chat_template(chat, tokenize=False)
-        except TEMPLATE_ERRORS:
+        text = render_probe(self._hf, _PROBE) if self.has_chat_template else None
+        if text is None or _PROBE not in text:
             return None  # a template for other kinds of chats says nothing about turns
-        if _PROBE not in text:
-            return None
         behind = text[text.rindex(_PROBE) + len(_PROBE) :].lstrip()
-        ids = self._fast.encode(behind, add_special_tokens=False).ids
-        token = self._fast.get_added_tokens_decoder().get(ids[0]) if ids else None
+        try:
+            (ids,) = self._encode([behind], add_special_tokens=False)
+        except RequestError:
+            return None
+        token = self._fast.get_added_tokens_decoder().get(int(ids[0])) if len(ids) else None
         # gpt-oss may write several messages in a turn, each with an end.
-        return ids[0] if token is not None and token.special and token.content not in self.marks.tokens else None
+        return int(ids[0]) if token is not None and token.special and token.content not in self.marks.tokens else None
 
 
 def _check_unicode(text: str) -> None:

@@ -67,6 +67,26 @@ def test_random_bytes(byte_level_tokenizer: Tokenizer, byte_fallback_tokenizer: 
 
 
 @property_settings
+@given(data=st.data())
+def test_a_text_goes_on_behind_any_prompt(any_tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = st.lists(st.integers(0, any_tokenizer.get_vocab_size() + 8), max_size=12)
+    prompt_ids, token_ids = data.draw(ids), data.draw(ids)
+    for skip in (True, False):
+        detokenizer = make_detokenizer(any_tokenizer, skip_special_tokens=skip).after(prompt_ids)
+        assert streamed(detokenizer, token_ids) == detokenizer.decode_full(token_ids)
+
+
+def test_a_prompt_and_what_follows_it_are_one_text(any_tokenizer: Tokenizer) -> None:
+    ids = any_tokenizer.encode("the dog and the fox and the dog").ids
+    detokenizer, whole = make_detokenizer(any_tokenizer), decoded(any_tokenizer, ids)
+    for cut in range(1, len(ids)):
+        text = detokenizer.after(ids[:cut]).decode_full(ids[cut:])
+        if not any_tokenizer.id_to_token(ids[cut - 1]).endswith("</w>"):  # whose space depends on what follows
+            assert decoded(any_tokenizer, ids[:cut]) + text == whole
+        assert detokenizer.after([]).decode_full(ids[cut:]) == decoded(any_tokenizer, ids[cut:])
+
+
+@property_settings
 @given(text=texts, data=st.data())
 def test_text_cut_anywhere(any_tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     ids = any_tokenizer.encode(text).ids

@@ -13,7 +13,15 @@ from minisgl_batch.errors import RequestError
 from minisgl_batch.messages import AddRequests, Constraint, encoder, to_engine_decoder
 from minisgl_batch.sampling_params import EngineSampling, SamplingParams
 from minisgl_batch.structured_outputs import StructuredOutputsParams
-from minisgl_batch.tokenizer import ModelTokenizer, ResolvedRequest, StopRules, derive_seed, resolve_request
+from minisgl_batch.tokenizer import (
+    ChatOptions,
+    ModelTokenizer,
+    PromptInput,
+    ResolvedRequest,
+    StopRules,
+    derive_seed,
+    resolve_request,
+)
 
 
 @pytest.fixture
@@ -56,6 +64,25 @@ def test_ignored_eos_can_still_be_a_stop_token(tokenizer: ModelTokenizer) -> Non
     request = resolve(tokenizer, SamplingParams(ignore_eos=True, stop_token_ids=(2,)))
     assert request.sampling.stop_ids == (2,)
     assert request.stops.token_ids == frozenset({2})
+
+
+def test_answers_alone_begin_without_their_first_space(strict_folder: Path) -> None:
+    tokenizer = ModelTokenizer.load(strict_folder)
+    dog = [int(token) for token in tokenizer.encode_prompt("dog") if token > 2]
+    user, begun = {"role": "user", "content": "the"}, {"role": "assistant", "content": "the"}
+
+    def text(prompt: PromptInput, **given: Any) -> str:
+        params = SamplingParams(**given)
+        (ids,) = tokenizer.encode_inputs([prompt], options=[ChatOptions.of(params)])
+        assert not isinstance(ids, RequestError)
+        request = resolve_request(tokenizer, ids, params, max_len=100, job_seed=5, row_index=0, prompt=prompt)
+        assert request.detokenizer is not None
+        return request.detokenizer.decode_full(dog)
+
+    assert text([user]) == "dog"  # as transformers decodes it
+    assert text("the") == text(tokenizer.encode_prompt("the").tolist()) == " dog"
+    assert text([user, begun], continue_final_message=True) == " dog"
+    assert text([user], structured_outputs={"choice": [" dog"]}) == " dog"  # the grammar asks for it
 
 
 def test_constraints(tokenizer: ModelTokenizer) -> None:

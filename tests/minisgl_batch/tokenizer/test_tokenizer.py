@@ -4,17 +4,18 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from minisgl_batch.errors import ModelError, RequestError
-from minisgl_batch.tokenizer import ModelTokenizer
+from minisgl_batch.tokenizer import ModelTokenizer, chat
 
 PROMPTS = ["The quick brown fox", "안녕하세요 👩‍👩‍👧‍👦", "", " kůň\n\n", "<|im_start|>user"]
 ModelFolder = Callable[..., Path]
@@ -107,6 +108,24 @@ def test_template_that_stumbles(model_folder: ModelFolder) -> None:
     assert tokenizer.eos_ids == ()
 
 
+def test_template_that_asks_for_more_memory_than_there_is(model_folder: ModelFolder) -> None:
+    template = "{{ messages[0].content * 10 ** 17 }}"
+    tokenizer = ModelTokenizer.load(model_folder(tokenizer_config={"chat_template": template}))
+    with pytest.raises(RequestError, match="chat template refuses the messages: MemoryError"):
+        tokenizer.encode_chat([USER])
+
+
+def test_template_without_an_end(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(chat, "PROBE_S", 0.2)
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", lambda *_, **__: released.wait(60))
+    folder = model_folder(tokenizer_config={"chat_template": "{{ messages }}"})
+    with pytest.raises(ModelError, match=r"the chat template has taken 0\.2 s for two short messages") as caught:
+        ModelTokenizer.load(folder)
+    released.set()
+    assert str(folder) in str(caught.value)
+
+
 def test_model_without_a_chat_template(model_folder: ModelFolder) -> None:
     tokenizer = ModelTokenizer.load(model_folder())
     assert not tokenizer.has_chat_template
@@ -126,6 +145,27 @@ def test_ids_are_taken_as_they_are(chatml: ModelTokenizer) -> None:
     assert chatml.encode_ids(ids).tolist() == ids
     assert chatml.encode_ids(np.array(ids)).dtype == np.int32
     assert chatml.encode_ids([]).tolist() == []
+
+
+def test_texts_that_a_tokenizer_can_not_encode(model_folder: ModelFolder) -> None:
+    words = Tokenizer(models.WordLevel({"dog": 0, "user": 1}))  # and no token for unknown ones
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for message in messages %}{{ message.content }} <|end|>{% endfor %}"
+    tokenizer = ModelTokenizer.load(model_folder(words, tokenizer_config={"chat_template": template}))
+    chat = [{"role": "user", "content": "dog"}]
+    dog, cat, refused, ids, user = tokenizer.encode_inputs(["dog dog", "dog cat", chat, [0], "user"])
+    assert [list(given) for given in (dog, ids, user) if not isinstance(given, RequestError)] == [[0, 0], [0], [1]]
+    for error in (cat, refused):
+        assert isinstance(error, RequestError)
+        assert error.error_type == "invalid_request"
+        assert "the model's tokenizer can't encode this text: WordLevel error" in str(error)
+    for ask in (
+        lambda: tokenizer.encode_words(("cat",)),
+        lambda: tokenizer.encode_choices("dog", np.array([0]), [" user", " cat"]),
+        lambda: tokenizer.encode_choices([0], np.array([0]), ["cat"]),
+    ):
+        with pytest.raises(RequestError, match="can't encode this text"):
+            ask()
 
 
 def test_one_bad_input_does_not_spoil_the_others(chatml: ModelTokenizer) -> None:
@@ -178,6 +218,11 @@ def test_turn_end_of_the_chat_template(
         ("config.json", None, "holds no config.json"),
         ("tokenizer.json", None, "holds no tokenizer: tokenizer.json is missing"),
         ("tokenizer.json", "{}", "can't load a tokenizer from"),
+        (
+            "config.json",
+            '{"model_type": "qwen2", "rms_norm_eps": "1", "vocab_size": 9, "max_position_embeddings": 9}',
+            "field 'rms_norm_eps': .*expected float",
+        ),
     ],
 )
 def test_folder_that_can_not_be_used(chatml_folder: Path, file: str, content: str | None, says: str) -> None:
