@@ -6,6 +6,7 @@ Knows nothing of tokens. Called where requests are resolved; rank 0 compiles the
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 
 import msgspec
@@ -15,7 +16,11 @@ from minisgl_batch.grammar_check import syntax_problem
 from minisgl_batch.messages import Constraint
 from minisgl_batch.structured_outputs import StructuredOutputsParams
 
-_MAX_GBNF_RULES = 1000
+_MAX_GBNF_WORK = 1 << 25  # rules x bytes, by which the time of reading grows (to 1 s); other prompts wait for it
+_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*(\[[^\]\n]*\])?\s*:(?!:=))")
+# Of GBNF: comments, literals, classes of characters, and a name that is another's in Lark.
+_GBNF_PIECE = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|(?<![\w-])start(?![\w-])', re.DOTALL)
+_GBNF_CHAR = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)|[&~]", re.DOTALL)
 
 
 def make_grammar(params: StructuredOutputsParams) -> str:
@@ -55,20 +60,42 @@ def _problem(grammar: str) -> str:
 @lru_cache(maxsize=64)
 def _read_gbnf(grammar: str) -> str:
     """In Lark's syntax, which it may have been already."""
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    # The time that reading takes grows with the square of the rules, and other prompts wait for it.
-    if (num_rules := grammar.count("::=")) > _MAX_GBNF_RULES:
+    if _LARK.search(grammar):
+        return grammar
+    num_rules, num_bytes = grammar.count("::="), len(grammar.encode())
+    if num_rules * num_bytes > _MAX_GBNF_WORK:
         raise RequestError(
             "invalid_request",
-            f"structured_outputs: the grammar has {num_rules} rules, of at most {_MAX_GBNF_RULES} in GBNF: write it in "
-            "Lark's syntax",
+            f"structured_outputs: the grammar has {num_rules} rules in {num_bytes} bytes, which is too much for GBNF (at "
+            f"most {_MAX_GBNF_WORK // num_rules} bytes for so many rules): write it in Lark's syntax",
         )
     try:
-        text: str = any_to_lark(grammar)
+        text: str = gbnf_to_lark(_GBNF_PIECE.sub(_plain_piece, grammar))
     except Exception as error:  # its own parser raises anything
         raise RequestError("invalid_request", f"structured_outputs: the grammar can't be read: {error}") from error
     return text
+
+
+def _plain_piece(found: re.Match[str]) -> str:
+    """A piece of GBNF as `gbnf_to_lark` understands it: what it copies means the same in Lark and its expressions."""
+    piece = found[0]
+    if piece == "start":
+        return "gbnf-start"
+    return piece if piece.startswith("#") else _GBNF_CHAR.sub(_plain_char, piece)
+
+
+def _plain_char(found: re.Match[str]) -> str:
+    char, is_in_class = found[0], found.string.startswith("[")
+    if digits := found[1] or found[2]:
+        code = int(digits, 16)
+        if code < 0x80:
+            return f"\\x{code:02x}"
+        return chr(code) if code < 0xD800 or 0xDFFF < code <= 0x10FFFF else char
+    if char in ("&", "~"):  # two of them are an operator of Rust's classes
+        return f"\\x{ord(char):02x}" if is_in_class else char
+    return char[1:] if char in (r"\[", r"\]") and not is_in_class else char
 
 
 def _lark(text: str) -> str:
