@@ -68,8 +68,8 @@ def _read_gbnf(grammar: str) -> str:
     if num_rules * num_bytes > _MAX_GBNF_WORK:
         raise RequestError(
             "invalid_request",
-            f"structured_outputs: the grammar has {num_rules} rules in {num_bytes} bytes, which is too much for GBNF (at "
-            f"most {_MAX_GBNF_WORK // num_rules} bytes for so many rules): write it in Lark's syntax",
+            f"structured_outputs: the grammar has {num_rules} rules in {num_bytes} bytes, which is too much for GBNF: "
+            f"so many rules may have {_MAX_GBNF_WORK // num_rules} bytes. Write it in Lark's syntax",
         )
     try:
         text: str = gbnf_to_lark(_GBNF_PIECE.sub(_plain_piece, grammar))

@@ -121,7 +121,7 @@ def test_a_dead_end_ends_the_row_alone(llm: LLM) -> None:
         ({"grammar": "root ::= (("}, "Expected"),
         (
             {"grammar": 'root ::= "a"\n' + f'x ::= "{"b" * 90}"\n' * 1000},
-            r"1001 rules in 99013 bytes, .* at most 33520 bytes",
+            "1001 rules in 99013 bytes, .* may have 33520 bytes",
         ),
         ({"json": {"type": "integer", "multipleOf": 99_999_989}}, "too complex"),
     ],
