@@ -1,20 +1,25 @@
 """Finds out what compiling a grammar comes to, in a process of its own: some would take hours, or all memory.
 
 llguidance bounds most of what a grammar can ask for, but not all, and a thread can't be ended. The process knows no
-model: it compiles for a vocabulary of single bytes. Called by rank 0 before it compiles.
+model: it compiles for a vocabulary of single bytes. Called by rank 0 before it compiles, and where a grammar's syntax
+alone is looked at, on which llguidance may run out of its stack, too.
 
-A check is a line of JSON to the process, the grammar as a string, and one back: what is wrong with it, or "".
+A check is a line of JSON to the process, the grammar as a string and whether to compile it, and one back: what is wrong
+with it, or "".
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import select
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 
 from minisgl_batch.words import one_line
@@ -24,6 +29,8 @@ MEMORY_BYTES = 512 << 20
 WALL_S = 60.0  # far more than any check takes on a busy machine
 _MAX_CHARS = 300
 _TRIES = 3  # when somebody kills the process, such as a system that is short of memory
+_UNLIMITED_STACK_BYTES = 2 << 20  # a thread's, of glibc
+_MIN_STACK_BYTES = 256 << 10
 TOO_COMPLEX = "the grammar is too complex: make it smaller, or its counts and numbers"
 
 
@@ -34,15 +41,20 @@ class GrammarCheck:
         """Processor time of a check, and memory beyond what the process needs anyway."""
         self._limits = (str(cpu_s), str(memory_bytes))
         self._process: subprocess.Popen[str] | None = None
+        self.syntax_problem = lru_cache(maxsize=64)(partial(self.problem, compiles=False))
 
-    def problem(self, grammar: str) -> str:
-        """Why a grammar can't be used, "" if it can; after at most some seconds."""
+    def problem(self, grammar: str, *, compiles: bool = True) -> str:
+        """Why a grammar can't be used, "" if it can; after at most some seconds.
+
+        Args:
+            compiles: without, only what is wrong with it by itself is found; `syntax_problem` remembers that.
+        """
         for _ in range(_TRIES):
             process = self._process or self._start()
             assert process.stdin is not None
             assert process.stdout is not None
             with suppress(BrokenPipeError):  # it died: there will be no answer
-                process.stdin.write(json.dumps(grammar) + "\n")
+                process.stdin.write(json.dumps([grammar, compiles]) + "\n")
                 process.stdin.flush()
             if not select.select([process.stdout], [], [], WALL_S)[0]:
                 break
@@ -60,7 +72,12 @@ class GrammarCheck:
         command = [sys.executable, "-m", "minisgl_batch.grammar_check", *self._limits]
         # In a session of its own: an interrupt from the terminal is none of its business.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # else a thread's memory is reserved in advance
         )
         return self._process
 
@@ -112,24 +129,38 @@ class _Bytes:
 
 
 def main(cpu_s: float, memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(_stack_bytes())
+    server = threading.Thread(target=_serve, args=(cpu_s, memory_bytes))
+    server.start()
+    server.join()
+
+
+def _serve(cpu_s: float, memory_bytes: int) -> None:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     vocabulary = LLTokenizer(TokenizerWrapper(_Bytes()))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as file:
             num_bytes = int(file.read().split()[0]) * resource.getpagesize() + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     for line in sys.stdin:
-        grammar = json.loads(line)
+        grammar, compiles = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # ends the process
         problem = syntax_problem(grammar)
-        if not problem:
+        if not problem and compiles:
             # What is wrong here but for time and memory may be right for the model's own vocabulary.
             LLMatcher(vocabulary, grammar, log_level=0, limits=limits()).compute_bitmask()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         sys.stdout.write(json.dumps(problem) + "\n")
         sys.stdout.flush()
+
+
+def _stack_bytes() -> int:
+    """Half of what the threads that compile have: what llguidance can read here, it can read there."""
+    limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    usual = _UNLIMITED_STACK_BYTES if limit == resource.RLIM_INFINITY else limit
+    return max(usual // 2, _MIN_STACK_BYTES) // resource.getpagesize() * resource.getpagesize()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig, KVCacheDtype, Quantization
 from minisgl_batch.errors import RequestError, UsageError
+from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.hub import model_path
 from minisgl_batch.messages import (
     AbortRequests,
@@ -126,7 +127,8 @@ class LLM:
         fetched = fetch_model(self.config)
         self.tokenizer = ModelTokenizer.load(model_path(fetched.model))
         self._engine = LocalEngine(fetched)
-        self._end = weakref.finalize(self, self._engine.close)
+        self._grammar_check = GrammarCheck()
+        self._end = weakref.finalize(self, _close, self._engine, self._grammar_check)
         self._inbox = self._engine.source.inbox
         self.max_seq_len = self._engine.ready.max_seq_len
         self._outputs = OutputProcessor(self.tokenizer.detokenizer)
@@ -270,7 +272,7 @@ class LLM:
                     row_index=self._num_prompts + index,
                     prompt=prompt,
                 )
-                check_constraint(resolved.constraint)
+                check_constraint(resolved.constraint, self._grammar_check)
             except RequestError as error:
                 raise RequestError(error.error_type, f"prompt {index}: {error}") from error
             message = resolved.message(self._next_uid)
@@ -313,6 +315,11 @@ class LLM:
             if events.aborts:
                 self._inbox.append(AbortRequests(events.aborts))
             yield events
+
+
+def _close(engine: LocalEngine, check: GrammarCheck) -> None:
+    check.close()
+    engine.close()
 
 
 def _each(choices: Sequence[Any], num_prompts: int) -> Sequence[Any]:

@@ -7,7 +7,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from minisgl_batch.cli.console import print_fields, print_line, show_num_left_ou
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.worker import missing_engine_modules
 from minisgl_batch.errors import InvalidParameterError, ModelError, RedisUnavailableError, RequestError
+from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.hub import commit_of, model_path
 from minisgl_batch.words import count, duration, one_line, size
 from minisgl_jobs.model import JobSpec, Row
@@ -122,31 +123,32 @@ def count_tokens(submission: Submission, folder: Path, max_listed: int) -> Token
     spec = submission.spec
     tokenizer = ModelTokenizer.load(folder)
     counts = TokenCounts(context=tokenizer.max_len, revision=commit_of(folder))
-    for chunk in submission.chunks():
-        rows = [row for row in chunk if row.error is None]
-        options = [ChatOptions.of(row.params, spec.params) for row in rows]
-        encoded = tokenizer.encode_inputs([row.input for row in rows], system=spec.system, options=options)
-        for row, ids in zip(rows, encoded, strict=True):
-            try:
-                if isinstance(ids, RequestError):
-                    raise ids
-                resolved = resolve_request(
-                    tokenizer,
-                    ids,
-                    row.params,
-                    spec.params,
-                    max_len=tokenizer.max_len,
-                    job_seed=spec.seed,
-                    row_index=row.row_index,
-                    prompt=row.input,
-                )
-                check_constraint(resolved.constraint)
-            except RequestError as error:
-                counts.refuse(row, error, max_listed)
-                continue
-            counts.prompt_tokens.append(len(resolved.prompt_ids))
-            if not resolved.choices:
-                counts.max_output_tokens += resolved.sampling.max_tokens * resolved.num_samples
+    with closing(GrammarCheck()) as check:
+        for chunk in submission.chunks():
+            rows = [row for row in chunk if row.error is None]
+            options = [ChatOptions.of(row.params, spec.params) for row in rows]
+            encoded = tokenizer.encode_inputs([row.input for row in rows], system=spec.system, options=options)
+            for row, ids in zip(rows, encoded, strict=True):
+                try:
+                    if isinstance(ids, RequestError):
+                        raise ids
+                    resolved = resolve_request(
+                        tokenizer,
+                        ids,
+                        row.params,
+                        spec.params,
+                        max_len=tokenizer.max_len,
+                        job_seed=spec.seed,
+                        row_index=row.row_index,
+                        prompt=row.input,
+                    )
+                    check_constraint(resolved.constraint, check)
+                except RequestError as error:
+                    counts.refuse(row, error, max_listed)
+                    continue
+                counts.prompt_tokens.append(len(resolved.prompt_ids))
+                if not resolved.choices:
+                    counts.max_output_tokens += resolved.sampling.max_tokens * resolved.num_samples
     return counts
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 import msgspec
 
 from minisgl_batch.errors import RequestError
-from minisgl_batch.grammar_check import syntax_problem
+from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.messages import Constraint
 from minisgl_batch.structured_outputs import StructuredOutputsParams
 
@@ -46,15 +46,10 @@ def make_grammar(params: StructuredOutputsParams) -> str:
     return ""
 
 
-def check_constraint(constraint: Constraint | None) -> None:
+def check_constraint(constraint: Constraint | None, check: GrammarCheck) -> None:
     """Raise RequestError for a grammar that is wrong by itself; what it costs, only the engine finds out."""
-    if constraint is not None and (problem := _problem(constraint.grammar)):
+    if constraint is not None and (problem := check.syntax_problem(constraint.grammar)):
         raise RequestError("invalid_request", f"structured_outputs: {problem}")
-
-
-@lru_cache(maxsize=64)  # most prompts have that of the prompt before
-def _problem(grammar: str) -> str:
-    return syntax_problem(grammar)
 
 
 @lru_cache(maxsize=64)

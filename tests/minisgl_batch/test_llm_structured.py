@@ -18,6 +18,7 @@ from minisgl_batch.scheduler import compiling
 from tests.minisgl_batch.schemas import fits, random_schema
 
 QUESTION = "What is 17 + 25?"
+DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000)) + '\nr3000: "a"'
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,7 @@ def test_a_dead_end_ends_the_row_alone(llm: LLM) -> None:
             "1001 rules in 99013 bytes, .* may have 33520 bytes",
         ),
         ({"json": {"type": "integer", "multipleOf": 99_999_989}}, "too complex"),
+        ({"grammar": DEEP}, "too complex"),  # on which llguidance runs out of its stack, and the process dies
     ],
 )
 def test_what_cant_be_used_is_named(llm: LLM, given: dict[str, Any], problem: str) -> None:

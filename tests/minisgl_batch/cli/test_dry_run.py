@@ -74,6 +74,9 @@ def test_every_row_that_can_not_be_served_is_listed(run_cli: RunCli, tmp_path: P
     run_cli("submit", good, "--model", "demo", "--dry-run")
     bad = write_rows(tmp_path / "bad.jsonl", ["a", {"prompt": "a", "structured_outputs": {"regex": "(a"}}])
     assert "unclosed group" in run_cli("submit", bad, "--model", "demo", "--dry-run", code=1).stderr
+    deep = "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000)) + '\nr3000: "a"'
+    write_rows(tmp_path / "bad.jsonl", ["a", {"prompt": "a", "structured_outputs": {"grammar": deep}}])
+    assert "too complex" in run_cli("submit", bad, "--model", "demo", "--dry-run", code=1).stderr
 
 
 @pytest.mark.usefixtures("cache")

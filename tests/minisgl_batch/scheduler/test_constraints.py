@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -277,6 +278,20 @@ def test_a_check_ends_whatever_it_checks(limits: dict[str, float], given: dict[s
     assert check.problem(grammar(regex="a+")) == ""  # by another process
     assert "unclosed group" in check.problem(grammar(regex="(a"))
     check.close()
+
+
+def test_what_a_check_can_read_can_be_compiled_with_twice_its_stack() -> None:
+    def deep(size: int) -> str:
+        rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(size))
+        return grammar(grammar=f'start: r0\n{rules}\nr{size}: "a"')
+
+    check, size = GrammarCheck(), 64
+    while check.problem(deep(size * 2)) == "":
+        size *= 2
+    assert check.problem(deep(size * 2)) == check.syntax_problem(deep(size * 2)) == TOO_COMPLEX
+    check.close()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(syntax_problem, deep(size)).result() == ""
 
 
 def test_a_check_that_others_kill_is_made_again() -> None:
