@@ -106,7 +106,14 @@ def _drop_tied_copy(tensors: dict[str, StoredTensor]) -> None:
 def _rename_scales(tensors: dict[str, StoredTensor]) -> None:
     """Writers differ in what they call the scales of weights in FP8."""
     for name in [name for name in tensors if _SCALES.search(name)]:
-        tensors.setdefault(_SCALES.sub(".weight_scale", name), tensors.pop(name))
+        _add(tensors, _SCALES.sub(".weight_scale", name), tensors.pop(name))
+
+
+def _add(tensors: dict[str, StoredTensor], name: str, stored: StoredTensor) -> None:
+    """Give a tensor a name, which no other one may have."""
+    other = tensors.setdefault(name, stored)
+    if other is not stored:
+        raise ModelError(f"{stored.file} holds {stored.key}, but {other.file} holds {other.key}: both are {name}")
 
 
 def _split_merged(tensors: dict[str, StoredTensor], model: CausalLM) -> None:
@@ -122,14 +129,15 @@ def _split_merged(tensors: dict[str, StoredTensor], model: CausalLM) -> None:
                 continue
             names = [f"{path.rpartition('.')[0]}.{part.sibling}.{part.name}" for part in parts]
             if all(part.fits(merged.shape) for part in parts):  # a scale for all of them
-                tensors.update({name: replace(merged, name=name) for name in names})
+                for name in names:
+                    _add(tensors, name, replace(merged, name=name))
                 continue
             num_rows = sum(part.full_shape[0] for part in parts)
             _check_shape(merged, replace(parts[0], full_shape=(num_rows, *parts[0].full_shape[1:])))
             first_row = 0
             for name, part in zip(names, parts, strict=True):
                 shape = part.full_shape[0], *merged.shape[1:]
-                tensors[name] = replace(merged, name=name, shape=shape, first_row=first_row)
+                _add(tensors, name, replace(merged, name=name, shape=shape, first_row=first_row))
                 first_row += part.full_shape[0]
 
 

@@ -218,6 +218,10 @@ FAULTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
         lambda t: t.update({f"{KEY}_scale_inv": torch.ones(2, 3)}),
         r"up_proj\.weight_scale_inv has the shape \[2, 3\], but config.json asks for \[2, 2\]",
     ),
+    "scales under two names": (
+        lambda t: t.update({f"{KEY}_scale": torch.ones(2, 2)}),
+        r"up_proj\.weight_scale_inv, but .* holds model\.layers\.0\.mlp\.up_proj\.weight_scale: both are layers",
+    ),
     "a scale that is no number": (
         lambda t: t[f"{KEY}_scale_inv"].view(-1)[3:].fill_(random.choice((math.nan, math.inf, -1.0))),
         r"model\.layers\.0\.mlp\.up_proj\.weight_scale_inv has scales that are negative, infinite or no numbers",

@@ -221,6 +221,14 @@ def test_merged_layers_of_another_size_are_named(tmp_path: Path) -> None:
         loaded(folder)
 
 
+def test_layers_both_merged_and_apart_are_named(tmp_path: Path) -> None:
+    folder = save(random_model("phi3"), tmp_path)
+    key = "model.layers.0.self_attn.v_proj.weight"
+    rewrite(folder, lambda tensors: tensors.update({key: torch.zeros(2, 2)}))
+    with pytest.raises(ModelError, match=rf"qkv_proj\.weight, but .* holds {re.escape(key)}: both are layers"):
+        loaded(folder)
+
+
 def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
     folder = save(random_model("llama", tie_word_embeddings=False), tmp_path)
     rewrite(folder, lambda t: t.pop("lm_head.weight"))
