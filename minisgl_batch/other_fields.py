@@ -127,16 +127,20 @@ def unsupported_hint(field: str) -> str:
 
 
 def nearest(field: str, known: frozenset[str], cutoff: float = 0.8) -> str | None:
-    """The known field that `field` was probably meant to be, if any."""
-    folded = field.lower().replace("-", "_")
-    if folded in known:
-        return folded
+    """The known field (or other name) that `field` was probably meant to be, if any."""
+    folded, names = _folded(field), {_folded(name): name for name in sorted(known)}
+    if folded in names:
+        return names[folded]
     alias = ALIASES.get(folded)
     for name in (alias, ALIASES.get(alias or "")):  # the text of a message is "prompt" nowhere
         if name in known:
             return name
-    match = difflib.get_close_matches(folded, known, n=1, cutoff=cutoff)
-    return match[0] if match else None
+    match = difflib.get_close_matches(folded, names, n=1, cutoff=cutoff)
+    return names[match[0]] if match else None
+
+
+def _folded(field: str) -> str:
+    return field.lower().replace("-", "_")
 
 
 def no_such(field: str, what: str, known: frozenset[str]) -> InvalidParameterError:

@@ -180,12 +180,19 @@ def _fields(
         found.append(("prompt tokens", f"{sum(lengths):,} ({spread})"))
         found.append(("output tokens", f"at most {tokens.max_output_tokens:,}{_bound(spec, tokens)}"))
     if tokens.num_refused:
-        what = f"{count(tokens.num_refused, 'row')} can't be served, {tokens.num_too_long:,} of them too long"
-        found.append(("refused", f"{what} for the context of {tokens.context:,} tokens"))
+        found.append(("refused", f"{count(tokens.num_refused, 'row')} can't be served{_too_long(tokens)}"))
     if rate:
         time_left = duration(tokens.max_output_tokens / rate)
         found.append(("time", f"at most {time_left} at the {rate:,.0f} tok/s that its workers make now"))
     return found
+
+
+def _too_long(tokens: TokenCounts) -> str:
+    """How many of the rows that can't be served are too long, if any."""
+    if not tokens.num_too_long:
+        return ""
+    number = "" if tokens.num_too_long == tokens.num_refused else f"{tokens.num_too_long:,} of them "
+    return f": {number}too long for the context of {tokens.context:,} tokens"
 
 
 def _bound(spec: JobSpec, tokens: TokenCounts) -> str:
@@ -227,5 +234,5 @@ def _print_histogram(lengths: array[int]) -> None:
     print_line(f"{'prompt tokens':>17}  {'rows':>10}", style="bold")
     for exponent in range(min(exponents), max(exponents) + 1):
         num_rows = exponents[exponent]
-        span = f"{1 << exponent:,} to {(2 << exponent) - 1:,}"
+        span = f"{1 << exponent:,} to {(2 << exponent) - 1:,}" if exponent else "1"
         print_line(f"{span:>17}  {num_rows:>10,}  {'#' * -(-num_rows * BAR_CHARS // tallest)}")

@@ -182,14 +182,25 @@ def _sampling_option(name: str, help_text: str, **settings: Any) -> Callable[[Fu
 
 
 engine_options = _all(
-    _engine_option("--revision", "Of a hub id: a branch, tag or commit.", metavar="NAME", callback=valid_unicode),
+    _engine_option(
+        "--revision", "Of a hub id: a branch, tag or commit.  [default: main]", metavar="NAME", callback=valid_unicode
+    ),
     _engine_option("--device", "Where to compute.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto"),
     _engine_option("--tp", "Ranks that share the model, each with a device of its own.", default=1, **_COUNT),
-    _engine_option("--max-seq-len", "Longest prompt + output; by default the model's context.", **_COUNT),
-    _engine_option("--max-running", "Most requests in one decode step.", **_COUNT),
-    _engine_option("--memory-ratio", "Share of free memory for weights and KV cache.", type=Number(0, 1), metavar="X"),
+    _engine_option("--max-seq-len", "Longest prompt + output.  [default: the model's context]", **_COUNT),
+    _engine_option("--max-running", "Most requests in one decode step.  [default: 256; on a CPU 64]", **_COUNT),
+    _engine_option(
+        "--memory-ratio",
+        "Share of free memory for weights and KV cache.  [default: 0.9; on a CPU 0.4]",
+        type=Number(0, 1),
+        metavar="X",
+    ),
     _engine_option("--dtype", "Compute type.", type=click.Choice(get_args(Dtype)), default="auto"),
-    _engine_option("--quantization", "Put weights into FP8 while loading.", type=click.Choice(get_args(Quantization))),
+    _engine_option(
+        "--quantization",
+        "Put weights into FP8 while loading.  [default: as they are]",
+        type=click.Choice(get_args(Quantization)),
+    ),
     _engine_option(
         "--kv-cache-dtype",
         "How keys and values are kept: auto is the compute type, fp8 half of it.",
@@ -203,14 +214,22 @@ engine_options = _all(
         metavar="NAME",
     ),
     _engine_option("--cache", "Reuse prefixes, or not.", type=click.Choice(get_args(CacheKind)), default="radix"),
-    _engine_option("--page-size", "Tokens per KV cache page.", **_COUNT),
-    _engine_option("--num-pages", "KV cache pages; by default, as memory allows.", **_COUNT),
-    _engine_option("--max-prefill-tokens", "Token budget of one prefill step.", **_COUNT),
-    _engine_option("--overlap/--no-overlap", "Prepare a step while another runs.", default=None),
+    _engine_option("--page-size", "Tokens per KV cache page.  [default: 16]", **_COUNT),
+    _engine_option("--num-pages", "KV cache pages.  [default: as memory allows]", **_COUNT),
     _engine_option(
-        "--cuda-graph-max-bs", "Largest decode step to capture as a CUDA graph; 0: none.", type=int, metavar="N"
+        "--max-prefill-tokens", "Token budget of one prefill step.  [default: 8192; on a CPU 512]", **_COUNT
     ),
-    _engine_option("--mixed/--no-mixed", "Let decode rows and prompts share steps.", default=None),
+    _engine_option(
+        "--overlap/--no-overlap", "Prepare a step while another runs.  [default: overlap; on a CPU not]", default=None
+    ),
+    _engine_option(
+        "--cuda-graph-max-bs", "Largest decode step to capture as a CUDA graph; 0: none.  [default: 512]", **_NUMBER
+    ),
+    _engine_option(
+        "--mixed/--no-mixed",
+        "Let decode rows and prompts share steps.  [default: no-mixed; on a CPU mixed]",
+        default=None,
+    ),
     _engine_option(
         "--share-prefixes/--no-share-prefixes", "Attend to a common prefix once for all its rows.", default=True
     ),
@@ -222,20 +241,33 @@ engine_options = _all(
     _engine_option("--pynccl/--no-pynccl", "Between GPUs, use NCCL from Python, or torch's.", default=True),
     _engine_option("--check-ranks", "Compare what the ranks run every N steps.", default=0, hidden=True, **_NUMBER),
     _engine_option("--dummy-weights", "Random weights, for benchmarks.", is_flag=True),
-    _engine_option("--served-model-name", "What jobs call the model.", metavar="NAME", callback=valid_unicode),
+    _engine_option(
+        "--served-model-name",
+        "What jobs call the model.  [default: as --model]",
+        metavar="NAME",
+        callback=valid_unicode,
+    ),
 )
 
 sampling_options = _all(
     _sampling_option("--max-tokens", "Most tokens to generate a row; by default, up to the context.", **_NUMBER),
     _sampling_option("--min-tokens", "No end of text before so many tokens.", **_NUMBER),
-    _sampling_option("--temperature", "0 (greedy) to 100.  [default: the model's]", **_REAL),
+    _sampling_option("--temperature", "0 (greedy) to 100.  [default: the model's, else 1]", **_REAL),
     _sampling_option(
-        "--top-p", "Keep the smallest set of tokens of this probability, above 0 and up to 1.  [default: 1]", **_REAL
+        "--top-p",
+        "Keep the smallest set of tokens of this probability, above 0 and up to 1.  [default: the model's, else 1]",
+        **_REAL,
     ),
-    _sampling_option("--top-k", "Keep the k most probable tokens; 0 or -1: all.", **_NUMBER),
-    _sampling_option("--min-p", "Drop tokens below this share, 0 to 1, of the best one's probability.", **_REAL),
+    _sampling_option(
+        "--top-k", "Keep the k most probable tokens; 0 or -1: all.  [default: the model's, else 0]", **_NUMBER
+    ),
+    _sampling_option(
+        "--min-p",
+        "Drop tokens below this share, 0 to 1, of the best one's probability.  [default: the model's, else 0]",
+        **_REAL,
+    ),
     _sampling_option("--seed", "Draw the same again: see docs/results.md.  [default: random, recorded]", **_NUMBER),
-    _sampling_option("--n", f"Samples per row, 1 to {MAX_N:,}.", **_NUMBER),
+    _sampling_option("--n", f"Samples per row, 1 to {MAX_N:,}.  [default: 1]", **_NUMBER),
     _sampling_option("--stop", "Cut the text before this; may be repeated.", multiple=True, metavar="TEXT"),
     _sampling_option("--stop-token-ids", "Stop at any of these tokens.", type=token_ids, metavar="N,N"),
     _sampling_option("--bad-words", "Words that mustn't come; may be repeated.", multiple=True, metavar="TEXT"),
@@ -243,7 +275,9 @@ sampling_options = _all(
     _sampling_option("--presence-penalty", "For tokens that the output has, -2 to 2.", **_REAL),
     _sampling_option("--frequency-penalty", "For each time that the output has a token, -2 to 2.", **_REAL),
     _sampling_option(
-        "--repetition-penalty", "Factor for tokens of prompt and output; above 1: fewer of them.", **_REAL
+        "--repetition-penalty",
+        "Factor for tokens of prompt and output; above 1: fewer of them.  [default: the model's, else 1]",
+        **_REAL,
     ),
     _sampling_option(
         "--logprobs", "Give output tokens' log-probabilities, and of the N best in their place.", **_NUMBER

@@ -1,4 +1,4 @@
-"""Times and durations as options: `2026-12-01T08:00`, `08:00`, `+2h`, `90m`."""
+"""Times and durations as options: `2026-12-01T08:00`, `08:00`, `2h`, `90m`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ def parse_duration(text: str) -> float:
 
 
 def parse_moment(text: str) -> datetime:
-    """A date and time, a time of today or tomorrow, or + and a duration, as a datetime with its zone (by default ours).
+    """A date and time, the next time of day, or a duration from now (also after a +), as a datetime with its zone.
+
+    Without a zone it is ours.
 
     Raises:
         click.BadParameter: it is none.
     """
     stripped = text.strip()
-    if stripped.startswith("+"):
-        return datetime.now().astimezone() + timedelta(seconds=parse_duration(stripped[1:]))
+    if stripped.startswith("+") or _DURATION.fullmatch(stripped):
+        return datetime.now().astimezone() + timedelta(seconds=parse_duration(stripped.removeprefix("+")))
     try:
         if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}", stripped):
             hour, minute = stripped.split(":")
             return _next(int(hour), int(minute))
         return datetime.fromisoformat(re.sub("[zZ]$", "+00:00", stripped)).astimezone()
     except (ValueError, OverflowError, OSError):
-        raise click.BadParameter(f"{text!r} is not a time: write such as 2026-12-01T08:00, 08:00 or +2h") from None
+        raise click.BadParameter(f"{text!r} is not a time: write such as 2026-12-01T08:00, 08:00 or 2h") from None
 
 
 def _next(hour: int, minute: int) -> datetime:

@@ -32,7 +32,7 @@ from minisgl_batch.errors import (
     JobStateError,
     QueueError,
 )
-from minisgl_batch.other_fields import UNSUPPORTED, no_such
+from minisgl_batch.other_fields import UNSUPPORTED, nearest, no_such
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
 from minisgl_jobs.dataset import check_dataset, clear_dataset, reopen_resumed
@@ -309,7 +309,9 @@ class Client:
         """Log a warning when no living worker serves a model."""
         served = sorted({worker.model for worker in self.workers()})
         if model not in served:
+            near = nearest(model, frozenset(served))
             others = f"; workers serve {', '.join(served)}" if served else ""
+            others += f"; did you mean {near}?" if near else ""
             logger.warning("no worker serves %s now: its jobs wait until one does%s", model, others)
 
     def pause(self, model: str) -> bool:

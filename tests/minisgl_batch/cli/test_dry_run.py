@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -46,13 +47,13 @@ def test_tokens_are_those_of_a_worker(
     assert "rows           6 in 1 chunk, " in shown
     assert f"prompt tokens  {sum(lengths):,} ({sum(lengths) / 4:,.0f} a row, {min(lengths)} to {max(lengths)})" in shown
     assert "output tokens  at most 21\n" in shown
-    assert "refused        1 row can't be served, 1 of them too long" in shown
+    assert f"refused        1 row can't be served: too long for the context of {tokenizer.max_len:,} tokens\n" in shown
     assert "row_index 3: the prompt has" in result.stderr
     rows_by_length = {}
     for line in shown.splitlines():
         if line.endswith("#"):
-            low, _, high, number, _ = line.replace(",", "").split()
-            rows_by_length[int(low), int(high)] = int(number)
+            *span, number, _ = line.replace(",", "").split()
+            rows_by_length[int(span[0]), int(span[-1])] = int(number)
     expected = {span: sum(span[0] <= length <= span[1] for length in lengths) for span in rows_by_length}
     assert rows_by_length == expected
     assert sum(rows_by_length.values()) == 4
@@ -62,6 +63,19 @@ def test_tokens_are_those_of_a_worker(
 
     assert list(client.scan_iter()) == []
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_how_many_are_too_long_and_rows_of_one_token(
+    run_cli: RunCli, tmp_path: Path, tokenizer: ModelTokenizer
+) -> None:
+    rows = [{"prompt_token_ids": ids} for ids in ([10**6], [1] * 3 * tokenizer.max_len, [1], [2])]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    shown = run_cli("submit", source, "--model", "demo", "--dry-run", code=1).stdout
+    assert "refused        2 rows can't be served: 1 of them too long for the context of " in shown
+    assert re.search(r"\n +1 +2  #+\n", shown), shown
+    source = write_rows(tmp_path / "in.jsonl", rows[:1])
+    shown = run_cli("submit", source, "--model", "demo", "--dry-run", code=1).stdout
+    assert "refused  1 row can't be served\n" in shown
 
 
 def test_every_row_that_can_not_be_served_is_listed(run_cli: RunCli, tmp_path: Path) -> None:

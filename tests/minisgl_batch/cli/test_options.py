@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from minisgl_batch.attention.registry import _BACKENDS
 from minisgl_batch.cli import worker as worker_command
 from minisgl_batch.cli.main import cli
+from minisgl_batch.cli.sections import SectionOption
 from minisgl_batch.config import EngineConfig
+from minisgl_batch.engine.memory import CPU_MEMORY_RATIO, GPU_MEMORY_RATIO
+from minisgl_batch.engine.options import resolve
+from minisgl_batch.models.config import load_model_config
 from minisgl_workers.options import Node, WorkerOptions
 
 URL = "unix:///nowhere.sock"
@@ -103,6 +109,25 @@ def test_help_has_sections_and_names_what_can_be_given() -> None:
     assert not re.search("--(temperature|page-size)", everyday)
     for backend in ("auto", *_BACKENDS):
         assert re.search(rf"\b{backend}\b", engine)
+
+
+def test_help_tells_every_default_of_the_engine(tmp_path: Path) -> None:
+    context = click.Context(cli)
+    given = {param.name: param for param in worker_command.worker.params if isinstance(param, SectionOption)}
+    shown = {name: (option.get_help_record(context) or ("", ""))[1] for name, option in given.items()}
+    assert [
+        name for name in shown if not (given[name].is_flag or given[name].hidden or "default: " in shown[name])
+    ] == []
+    architecture = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(architecture | sizes))
+    used = resolve(EngineConfig(model="some", device="cpu"), load_model_config(tmp_path))
+    for name in ("max_running", "max_prefill_tokens"):
+        assert f"on a CPU {getattr(used, name)}]" in shown[name]
+    for name in ("page_size", "cuda_graph_max_bs"):
+        assert f"[default: {getattr(used, name)}]" in shown[name]
+    assert f"[default: {GPU_MEMORY_RATIO}; on a CPU {CPU_MEMORY_RATIO}]" in shown["memory_ratio"]
+    assert (used.overlap, used.mixed) == ("on a CPU overlap" in shown["overlap"], "on a CPU mixed" in shown["mixed"])
 
 
 def test_values_of_the_environment_that_are_no_numbers() -> None:

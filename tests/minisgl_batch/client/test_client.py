@@ -204,6 +204,10 @@ def test_a_warning_when_nobody_serves_the_model(
         other = submit(["a"], model="other", output=tmp_path / "other")
         assert warnings() == ["no worker serves other now: its jobs wait until one does; workers serve echo"]
         other.cancel()
+        caplog.clear()
+        mistyped = submit(["a"], model="Ech", output=tmp_path / "mistyped")
+        assert warnings()[0].endswith("; workers serve echo; did you mean echo?")
+        mistyped.cancel()
 
 
 def test_the_url(monkeypatch: pytest.MonkeyPatch, redis_server: EmbeddedRedis, tmp_path: Path) -> None:
