@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -38,8 +39,8 @@ def follow(
                 return progress.status
             if progress.state is JobState.FINALISING and progress.trouble and not patient:
                 raise OutputError(
-                    f"{progress.trouble}: job {job.id} is left unfinished; with room again, the same command goes on "
-                    "with the rows that are on disk"
+                    f"{progress.trouble}: job {job.id} is left unfinished; with room again, the same command with "
+                    f"--output {shlex.quote(progress.status.spec.output)} goes on with the rows that are on disk"
                 )
             check()
     raise WorkerError(f"job {job.id} can't be followed any more")

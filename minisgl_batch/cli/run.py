@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.errors import JobStateError, OutputError, RedisUnavailableError, WorkerError
 from minisgl_jobs.folder_lock import lock_folder
 from minisgl_jobs.keys import is_job_id
+from minisgl_jobs.model import JobSpec
 from minisgl_jobs.owner import output_owner
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.submission import Submission, output_folder, prepare
@@ -80,7 +82,7 @@ def run(
             status = job.status()
             report(job, status, submission.examples)
     if is_interrupted:
-        talk("start it again to go on with the other rows")
+        talk(f"start it again{_changes_to_go_on(options, submission.spec)} to go on with the other rows")
     if as_json:
         print_json(status_record(status))
     else:
@@ -122,6 +124,14 @@ def _follow(job: JobHandle, worker: LocalWorker, *, live: bool) -> bool:
         follow(job, live=live, patient=False, check=worker.check)
         return True
     return False
+
+
+def _changes_to_go_on(options: dict[str, Any], spec: JobSpec) -> str:
+    """What the same command needs, or mustn't have, to go on with the dataset that it has begun."""
+    changes = ""
+    if options["output"] is None and options["job_id"] is None:  # it would be another job, with a folder of its own
+        changes += f" with --output {shlex.quote(spec.output)}"
+    return changes + (" without --overwrite" if options["overwrite"] else "")
 
 
 def _given_output(options: dict[str, Any]) -> Path | None:

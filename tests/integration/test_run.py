@@ -132,6 +132,23 @@ def test_a_folder_that_can_not_be_written_is_said_and_keeps_no_run_from_ending(s
     assert "is left unfinished" in run.stderr.splitlines()[-1]
 
 
+def test_an_interrupted_run_without_an_output_says_which_one_goes_on(start: Start, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "max_tokens": 1}, *({"prompt": f"{i} +", "max_tokens": 1900} for i in range(30))]
+    run = ("run", write_rows(tmp_path / "in.jsonl", rows), "--model", "demo", "--ignore-eos")
+    with start(*run, "--overwrite") as interrupted:
+        interrupted.wait_for("running: ")
+        interrupted.signal(signal.SIGINT)
+        interrupted.finish(code=130)
+    said = f"start it again with --output {interrupted.stdout.strip()} without --overwrite to go on"
+    assert said in interrupted.stderr
+    with start(*run, "--output", interrupted.stdout.strip()) as again:
+        again.wait_for("running: ")
+        again.signal(signal.SIGINT)
+        again.finish(code=130)
+    assert "goes on: " in again.stderr
+    assert "start it again to go on with the other rows" in again.stderr
+
+
 def test_two_interrupts_stop_at_once(start: Start) -> None:
     with start("run", EXAMPLES, "--model", "demo", "--max-tokens", 1500, "--ignore-eos") as run:
         run.wait_for("running: ")

@@ -153,6 +153,13 @@ FAULTS: list[tuple[str | bytes, str, str, str]] = [
     ('{"prompt": "a", "best_of": 4}', "best_of", "isn't supported (it is 4)", "use n with logprobs"),
     ('{"prompt": "a", "use_beam_search": true}', "use_beam_search", "isn't supported", "no beam search: use n"),
     ('{"prompt": "a", "num_beams": 4}', "num_beams", "isn't supported", "no beam search: use n"),
+    (
+        '{"prompt": "a", "skip_special_tokens": false}',
+        "skip_special_tokens",
+        "isn't supported",
+        "results with `token_ids`",
+    ),
+    ('{"prompt": "a", "detokenize": false}', "detokenize", "isn't supported", "outputs of LLM have the ids"),
     ('{"prompt": "a", "echo": true}', "echo", "isn't supported", "prompt_logprobs"),
     ('{"prompt": "a", "allowed_token_ids": [1]}', "allowed_token_ids", "isn't supported", "logit_bias"),
     ('{"prompt": "a", "no_repeat_ngram_size": 3}', "no_repeat_ngram_size", "isn't supported", "repetition_penalty"),
