@@ -73,12 +73,14 @@ class Resumption:
 
     Attributes:
         epoch: for the parts that it will write.
-        done: chunk whose part is there -> its rows that have failed.
-        is_complete: whether all parts and `_SUCCESS` are there.
+        done: chunk whose part is there and stays as it is -> its rows that have failed.
+        num_failed: rows that have failed, in the parts of all whole chunks.
+        is_complete: whether nothing is left to do: all parts and `_SUCCESS` are there.
     """
 
     epoch: int
     done: Mapping[int, int]
+    num_failed: int = 0
     is_complete: bool = False
 
 
@@ -117,11 +119,14 @@ def option_facts(
     return {"model": model, **sampling, "system": system, "chunk_rows": chunk_rows, "token_ids": token_ids}
 
 
-def resume(folder: Place, earlier: Earlier, spec: JobSpec, hashes: Sequence[bytes]) -> Resumption:
+def resume(
+    folder: Place, earlier: Earlier, spec: JobSpec, hashes: Sequence[bytes], *, retry_failed: bool = False
+) -> Resumption:
     """What is there of a job whose rows have all been read.
 
     Args:
         hashes: `chunk_sha256` of each of its chunks, raw.
+        retry_failed: whether chunks with rows that have failed are to run again; of these the other rows stay.
 
     Raises:
         OutputError: it is another job; says what differs.
@@ -137,7 +142,11 @@ def resume(folder: Place, earlier: Earlier, spec: JobSpec, hashes: Sequence[byte
         if info.is_whole and info.chunk < len(hashes) and info.input_sha256 == hashes[info.chunk].hex()
     }
     epoch = 1 + max([earlier.epoch, *(info.epoch for info in parts)])
-    return Resumption(epoch, done, is_complete=earlier.is_complete and len(done) == spec.num_chunks)
+    num_failed = sum(done.values())
+    if retry_failed:
+        done = {chunk: failed for chunk, failed in done.items() if not failed}
+    is_complete = earlier.is_complete and len(done) == spec.num_chunks
+    return Resumption(epoch, done, num_failed, is_complete=is_complete)
 
 
 def _parts(folder: Place) -> list[PartInfo]:

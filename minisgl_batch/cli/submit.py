@@ -27,6 +27,7 @@ from minisgl_batch.cli.times import parse_moment
 from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.words import count
 from minisgl_jobs.model import Priority
+from minisgl_jobs.resume import Resumption
 from minisgl_jobs.status import JobStatus
 from minisgl_jobs.submission import Submission, prepare
 
@@ -98,7 +99,7 @@ def submit(
             if not wait:
                 return
             ended = _wait(job)
-            report(job, ended, submission.examples)
+            report(ended, submission.examples)
             if as_json:
                 print_json(status_record(ended))
     ctx.exit(exit_code(ended.state))
@@ -130,7 +131,8 @@ def tell_of_input(submission: Submission) -> None:
     if submission.resumption is not None:
         spec, there = submission.spec, _rows_there(submission)
         what = "has nothing left to do" if submission.resumption.is_complete else "goes on"
-        talk(f"job {spec.job_id} {what}: {there:,} of {count(spec.num_rows, 'row')} are in {spec.output}")
+        failed = _failed_there(submission.resumption)
+        talk(f"job {spec.job_id} {what}: {there:,} of {count(spec.num_rows, 'row')} are in {spec.output}{failed}")
     faults = submission.faults
     if faults.num_faults:
         talk(f"{faults.num_faults} of {count(submission.spec.num_rows, 'row')} can't be used and become error rows:")
@@ -138,6 +140,16 @@ def tell_of_input(submission: Submission) -> None:
     others = [model for model in submission.models if model != submission.spec.model]
     if others:
         talk(f"the input names {', '.join(others)}; the job runs on {submission.spec.model}")
+
+
+def _failed_there(resumption: Resumption) -> str:
+    """What there is to say of failed rows that are in the output."""
+    if not resumption.num_failed:
+        return ""
+    if sum(resumption.done.values()) < resumption.num_failed:
+        runs = "failed row runs" if resumption.num_failed == 1 else "failed rows run"
+        return f"; {resumption.num_failed:,} {runs} again"
+    return f", {resumption.num_failed:,} of them failed; to run those again: the same command with --retry-failed"
 
 
 def _rows_there(submission: Submission) -> int:

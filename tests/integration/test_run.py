@@ -101,6 +101,25 @@ def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Pa
     assert re.fullmatch("[12]{4}", shaped[3]["text"])
 
 
+def test_failed_rows_of_a_run_are_told_and_run_again(start: Start, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["1 + 1 =", "What is 17 + 25, and what is 65 + 983?"])
+    run = ("run", source, "--model", "demo", "--max-tokens", 4)
+    with start(*run, "--max-seq-len", 16) as first:
+        first.finish(code=1)
+    output = first.stdout.strip()
+    assert f"to run it again: the same command with --output {output} --retry-failed\n" in first.stderr
+    with start(*run, "-o", output) as second:
+        second.finish(code=1)
+    assert "2 of 2 rows are in" in second.stderr
+    assert "1 of them failed; to run those again: the same command with --retry-failed\n" in second.stderr
+    assert "failed: row_index 1: prompt_too_long: " in second.stderr
+    assert "starting a worker" not in second.stderr
+    with start(*run, "-o", output, "--retry-failed") as third:
+        third.finish()
+    assert "1 failed row runs again" in third.stderr
+    assert "finished: 2 rows ok, 0 failed" in third.stderr
+
+
 def test_an_interrupt_keeps_what_is_finished(start: Start, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "max_tokens": 1}, *({"prompt": f"{i} +", "max_tokens": 1900} for i in range(60))]
     source = write_rows(tmp_path / "in.jsonl", rows)

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from minisgl_batch.client import Client, JobHandle
-from minisgl_batch.errors import OutputError
+from minisgl_batch.errors import OutputError, UsageError
 from minisgl_jobs.dataset import SUCCESS, read_manifest
 from minisgl_jobs.model import JobState
 from minisgl_jobs.owner import OWNER
@@ -171,6 +171,34 @@ def test_parts_that_are_lost_or_damaged_are_made_again(client: redis.Redis, subm
         finish(worker, submit())
         assert Counter(worker.ran)[CHUNK, 0] == Counter(worker.ran)[3 * CHUNK, 0] == 2
         assert len(worker.ran) == ROWS + 2 * CHUNK
+
+
+def test_failed_rows_run_again_when_asked_for(
+    client: redis.Redis, submit: Submit, source: Path, tmp_path: Path
+) -> None:
+    """Also when no Redis knows the job any more, so that it can't be retried."""
+    first, failing = submit(), {1, 2, 9}
+    with group(client, MODEL) as worker:
+        for _ in range(ROWS // CHUNK):
+            work = worker.take()
+            worker.run(work, lambda row: row.row_index in failing)
+            worker.commit(work)
+        worker.end_jobs()
+    assert first.status().state is JobState.PARTIAL
+    old = part_bytes(tmp_path / "out")
+    client.flushdb()
+    with prepare(source, model=MODEL, output=tmp_path / "out", chunk_rows=CHUNK) as kept:
+        assert kept.resumption is not None
+        assert (kept.resumption.is_complete, kept.resumption.num_failed) == (True, len(failing))
+    job = submit(retry_failed=True)
+    assert job.id == first.id
+    with group(client, MODEL) as worker:
+        finish(worker, job)
+        assert worker.ran == [(row, 0) for row in sorted(failing)]
+    new = part_bytes(tmp_path / "out")
+    assert {name for name in new if new[name] != old[name]} == {part_name(0), part_name(2)}
+    with pytest.raises(UsageError, match="`overwrite`, which leaves nothing to retry"):
+        submit(retry_failed=True, overwrite=True)
 
 
 def test_failed_rows_stay_for_a_retry(client: redis.Redis, submit: Submit) -> None:
