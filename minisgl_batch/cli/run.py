@@ -71,17 +71,16 @@ def run(
         _sigterm_as_interrupt(),
     ):
         tell_of_input(submission)
-        resumption = submission.resumption
-        if resumption is not None and resumption.is_complete and not as_json:  # no worker is needed for that
+        resumption, is_interrupted = submission.resumption, False
+        if resumption is not None and resumption.is_complete:  # no worker is needed for that
             status = dataset_status(submission.spec)
             show_errors(status)
-            click.echo(submission.spec.output)
-            ctx.exit(exit_code(status.state))
-        with open_redis(redis_url, private=True) as url, Client(url) as client:
-            job, is_interrupted = _run_job(client, submission, worker_options(options, url), verbose=verbose)
-            status = job.status()
-            again = _changes(options, submission.spec, "--retry-failed")
-            report(status, submission.examples, retry=f"the same command{again}")
+        else:
+            with open_redis(redis_url, private=True) as url, Client(url) as client:
+                job, is_interrupted = _run_job(client, submission, worker_options(options, url), verbose=verbose)
+                status = job.status()
+                again = _changes(options, submission.spec, "--retry-failed")
+                report(status, submission.examples, retry=f"the same command{again}")
     if is_interrupted:
         talk(f"start it again{_changes(options, submission.spec)} to go on with the other rows")
     if as_json:

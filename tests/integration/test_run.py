@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import psutil
@@ -114,6 +115,16 @@ def test_failed_rows_of_a_run_are_told_and_run_again(start: Start, tmp_path: Pat
     assert "1 of them failed; to run those again: the same command with --retry-failed\n" in second.stderr
     assert "failed: row_index 1: prompt_too_long: " in second.stderr
     assert "starting a worker" not in second.stderr
+    before = (Path(output) / "_manifest.json").read_bytes()
+    with start(*run, "-o", output, "--json") as scripted:
+        scripted.finish(code=1)
+    assert "starting a worker" not in scripted.stderr
+    record, manifest = json.loads(scripted.stdout), json.loads(before)
+    assert (record["state"], record["rows_ok"], record["rows_error"]) == ("partial", 1, 1)
+    assert datetime.fromtimestamp(record["finished_at"], timezone.utc).isoformat() == manifest["finished_at"].replace(
+        "Z", "+00:00"
+    )
+    assert (Path(output) / "_manifest.json").read_bytes() == before
     with start(*run, "-o", output, "--retry-failed") as third:
         third.finish()
     assert "1 failed row runs again" in third.stderr
