@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -31,6 +32,11 @@ _MAX_CHARS = 300
 _TRIES = 3  # when somebody kills the process, such as a system that is short of memory
 _UNLIMITED_STACK_BYTES = 2 << 20  # a thread's, of glibc
 _MIN_STACK_BYTES = 256 << 10
+# What llguidance says: where in a Lark grammar, and below it the lines there or its own state.
+_POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_DRAWING = re.compile(r"\n(?: *\d+ \| |<)")
+_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_BAD_REGEX = re.compile(r"regex parse error:\n    (.*)\n +\^[ ^]*\nerror: (.*)")
 TOO_COMPLEX = "the grammar is too complex: make it smaller, or its counts and numbers"
 
 
@@ -111,9 +117,20 @@ def syntax_problem(grammar: str) -> str:
 
 
 def shown(problem: str) -> str:
-    """What llguidance says, without the drawing below it."""
-    said = " ".join(problem.partition("\n<")[0].split())
-    return one_line("no text can be one of the grammar" if said == "NoExtensionBias" else said, _MAX_CHARS)
+    """What llguidance says, in plain words on one line, without the drawings around it."""
+    said = " ".join(_DRAWING.split(problem)[0].split())
+    if said == "NoExtensionBias":
+        said = "no text can be one of the grammar"
+    elif found := _UNKNOWN_KEYS.fullmatch(said):
+        keys, is_one = found[1].replace(", ", " and "), ", " not in found[1]
+        said = f"{keys} {'is' if is_one else 'are'}n't supported in schemas: remove {'it' if is_one else 'them'}"
+    elif said.startswith("oneOf constraints"):
+        said = 'the schemas of a "oneOf" can hold at once, which isn\'t supported: use "anyOf"'
+    elif found := _BAD_REGEX.search(problem):
+        said = f'regex "{one_line(found[1], _MAX_CHARS // 3)}": {found[2]}'
+    elif found := _POSITION.match(said):
+        said = f"line {found[1]}, column {found[2]}: {said[found.end() :]}"
+    return one_line(said, _MAX_CHARS)
 
 
 class _Bytes:

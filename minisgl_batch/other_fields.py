@@ -82,6 +82,7 @@ IGNORED = frozenset(
 )
 
 _NO_BEAMS = "remove it, as there is no beam search: use n with logprobs, and choose among the samples"
+_IDS = "remove it: outputs of LLM have the ids, special ones included, and a job's results with `token_ids`"
 _UNSUPPORTED_HINTS = {
     **dict.fromkeys(("length_penalty", "num_beams", "use_beam_search"), _NO_BEAMS),
     "chat_template": "put it into the model's folder",
@@ -96,12 +97,12 @@ _UNSUPPORTED_HINTS = {
     "tool_choice": "remove it: the model itself decides whether it calls a tool",
     "allowed_token_ids": "use logit_bias, or bad_words for what mustn't come",
     "best_of": "use n with logprobs, and choose among the samples",
-    "detokenize": "remove it: `token_ids` adds the ids to the results",
+    "detokenize": _IDS,
     "do_sample": 'use temperature: 0 is what "do_sample": false means',
     "echo": "remove it: prompt_logprobs gives the prompt's tokens",
     "logits_processors": "use logit_bias, bad_words or the penalties",
     "no_repeat_ngram_size": "use repetition_penalty or frequency_penalty",
-    "skip_special_tokens": "remove it: `token_ids` adds the ids to the results, special ones included",
+    "skip_special_tokens": _IDS,
     "stream": "remove it: `minisgl-batch tail` shows tokens as they come",
     "suffix": "put what stands around the gap into the prompt, as the model wants it",
     "truncate_prompt_tokens": 'use "truncate": "left" and max_tokens: prompts keep what the context has room for',

@@ -16,7 +16,7 @@ class CompletionOutput:
         index: which of the prompt's `n` samples.
         text: what was generated, without the token or string that stopped it.
         token_ids: every generated token, the one that stopped it included.
-        finish_reason: "stop", "length", "timeout" or "repetition".
+        finish_reason: "stop", "length", "timeout", "repetition", or "error" where a grammar came to a dead end.
         stop_reason: the stop string or stop token id; None for an end-of-sequence token and the other finish reasons.
         logprobs: with `SamplingParams.logprobs`, for each of `token_ids`: it and the most probable ones there, by id.
         cumulative_logprob: the sum over `token_ids`.

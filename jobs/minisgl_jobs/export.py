@@ -23,6 +23,7 @@ from minisgl_jobs.results import result_schema
 
 ExportFormat = Literal["jsonl", "openai", "csv", "parquet"]
 EXPORT_FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
+ENDINGS: dict[str, ExportFormat] = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _ROW_GROUP_ROWS = 1 << 16

@@ -59,8 +59,12 @@ def read_params(fields: dict[str, Any], prefix: str, defaults: SamplingParams | 
 
     Args:
         defaults: the job's, which it must suit.
+
+    Raises:
+        InvalidParameterError: the job's `truncate` has no `max_tokens`, neither its own nor the row's.
     """
     if PARAM_FIELDS.isdisjoint(fields):
+        _check_with_job(_NO_PARAMS, defaults, {}, prefix)
         return _NO_PARAMS
     nested = fields.get("sampling_params")
     if nested is not None and not isinstance(nested, dict):
@@ -94,12 +98,25 @@ def read_params(fields: dict[str, Any], prefix: str, defaults: SamplingParams | 
         is_scored = "choices" in given and error.field not in WITH_CHOICES
         hint = "leave it out" if is_scored else _params_hint(error.field, given[error.field])
         raise FieldError(origin[error.field], error.reason, hint) from None
+    _check_with_job(params, defaults, origin, prefix)
+    return params
+
+
+def _check_with_job(row: SamplingParams, job: SamplingParams | None, origin: dict[str, str], prefix: str) -> None:
+    """Make sure that a row's parameters suit the job's, and that it is known how much room `truncate` is to make."""
+    if job is None:
+        return
     try:
-        params.over(defaults or _NO_PARAMS)
+        merged = job if row is _NO_PARAMS else row.over(job)
     except InvalidParameterError as error:
         path = origin.get(error.field, prefix + error.field)
         raise FieldError(path, f"{error.reason} (with the job's options)", "change the row or the job") from None
-    return params
+    if merged.truncate in (None, "error") or merged.max_tokens is not None or merged.choices is not None:
+        return
+    problem = "needs max_tokens, to know how much room to make"
+    if row.truncate is None:
+        raise InvalidParameterError("truncate", f"{problem} where rows have none of their own: give `max_tokens`")
+    raise FieldError(origin["truncate"], problem, "give max_tokens, or leave it out")
 
 
 def _response_format(value: Any, path: str) -> StructuredOutputsParams:

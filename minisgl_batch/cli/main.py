@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -59,6 +61,18 @@ def _options_of(command: click.Command | None) -> list[str]:
     return [name for name in names if name.startswith("--")]
 
 
+@contextmanager
+def _usage_errors_in_one_line() -> Iterator[None]:
+    """click would put the command's usage and a hint before them."""
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        talk(f"Error: {error.format_message()}")
+        raise click.exceptions.Exit(error.exit_code) from error
+
+
 class LazyGroup(click.Group):
     """Knows its commands by name, so that `--help` and completion import none of them."""
 
@@ -75,7 +89,22 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _usage_errors_in_one_line():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with _usage_errors_in_one_line():
+                return self._invoke(ctx)
+        except MiniSGLError as error:
+            show_error(error)
+            raise click.exceptions.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            talk("interrupted")
+            raise click.exceptions.Exit(INTERRUPTED) from error
+
+    def _invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:
@@ -83,12 +112,6 @@ class LazyGroup(click.Group):
         except InvalidParameterError as error:
             field = command_options().get(error.field, error.field)
             raise click.UsageError(f"{field}: {spelled(error.reason)}") from error
-        except MiniSGLError as error:
-            show_error(error)
-            raise click.exceptions.Exit(error.exit_code) from error
-        except KeyboardInterrupt as error:
-            talk("interrupted")
-            raise click.exceptions.Exit(INTERRUPTED) from error
 
     def _explained(self, error: click.NoSuchOption, ctx: click.Context) -> click.NoSuchOption:
         """The same with what others call an option of the command, or the commands that have the option."""

@@ -415,7 +415,7 @@ def prepare_options(options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidParameterError: a value can't be used; names the field.
     """
-    from minisgl_batch.cli.job_grammar import grammar_problem
+    from minisgl_batch.cli.job_checks import grammar_problem
     from minisgl_jobs.rows import ReadOptions
 
     keep = tuple((options["keep_columns"] or "").split(",")) if options["keep_columns"] else ()

@@ -20,7 +20,7 @@ from minisgl_batch.client import JobHandle
 from minisgl_batch.errors import InvalidParameterError, JobNotFoundError, JobStateError, OutputError, UsageError
 from minisgl_batch.words import count
 from minisgl_jobs.dataset import dataset_job, read_batches, read_manifest
-from minisgl_jobs.export import EXPORT_FORMATS, ExportFormat, export_rows
+from minisgl_jobs.export import ENDINGS, EXPORT_FORMATS, ExportFormat, export_rows
 from minisgl_jobs.model import JobState
 from minisgl_jobs.owner import read_owner
 from minisgl_jobs.parts import part_names
@@ -34,9 +34,8 @@ from minisgl_jobs.stores import url_scheme
     "--format",
     "export_format",
     type=click.Choice(EXPORT_FORMATS),
-    default="jsonl",
-    show_default=True,
-    help="jsonl: one object a result; openai: OpenAI batch output; csv; parquet: one file.",
+    help="jsonl: one object a result; openai: OpenAI batch output; csv; parquet: one file.  [default: by the ending of "
+    "--output; jsonl without one]",
 )
 @click.option("-o", "--output", metavar="FILE", help="Write here.  [default: standard output]")
 @click.option("--partial", is_flag=True, help="What is finished so far, while the job runs.")
@@ -44,7 +43,7 @@ from minisgl_jobs.stores import url_scheme
 @click.option("--json", "as_json", is_flag=True, help="With --output: print what was written as JSON, for scripts.")
 def results(
     source: str,
-    export_format: ExportFormat,
+    export_format: ExportFormat | None,
     output: str | None,
     partial: bool,
     redis_url: str | None,
@@ -57,6 +56,7 @@ def results(
     """
     if as_json and output is None:
         raise UsageError("standard output has the results themselves: --json needs --output FILE")
+    export_format = export_format or _format_of(output)
     if output is None and export_format == "parquet" and sys.stdout.isatty():
         raise UsageError("Parquet isn't for a terminal: give --output FILE")
     with ExitStack() as stack:
@@ -111,6 +111,16 @@ def _dataset_folder(source: str) -> Place | None:
         return place(source)
     folder = Path(os.path.abspath(source))
     return folder if os.path.isdir(folder) and (dataset_job(folder) or part_names(folder)) else None
+
+
+def _format_of(output: str | None) -> ExportFormat:
+    """What a file's name says; JSON lines for standard output, and where the name has no ending, as pipes'."""
+    ending = Path(output or "").suffix.lower()
+    if ending and ending not in ENDINGS:
+        raise InvalidParameterError(
+            "output", f"{output!r} ends in none of {', '.join(ENDINGS)}: end it so, or say which `export_format`"
+        )
+    return ENDINGS[ending] if ending else "jsonl"
 
 
 @contextmanager

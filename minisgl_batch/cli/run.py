@@ -14,6 +14,7 @@ from typing import IO, Any, NoReturn
 import click
 
 from minisgl_batch.cli.console import INTERRUPTED, print_json, talk
+from minisgl_batch.cli.job_checks import check_biases
 from minisgl_batch.cli.local_worker import LocalWorker
 from minisgl_batch.cli.options import (
     engine_options,
@@ -64,10 +65,11 @@ def run(
     files, or "-" for standard input. Prints the folder of the Parquet dataset. Ctrl-C cancels; finished rows stay.
     """
     require_engine()
-    served_name = options["served_model_name"] or options["model"]
+    asked = {**prepare_options(options), "model": options["served_model_name"] or options["model"]}
+    check_biases(asked["params"], options["model"], options["revision"])
     with (
         _alone_in(_given_output(options), redis_url),
-        prepare(source, **{**prepare_options(options), "model": served_name}) as submission,
+        prepare(source, **asked) as submission,
         _sigterm_as_interrupt(),
     ):
         tell_of_input(submission)

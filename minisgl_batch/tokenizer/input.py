@@ -7,7 +7,7 @@ or Redis. Called by the worker group's frontend and by the in-process `LLM`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeVar
@@ -290,17 +290,20 @@ def _num_logprobs(asked: int | bool | None, vocab_size: int) -> int:
 
 
 def _check_rules(sampling: EngineSampling, vocab_size: int) -> None:
-    for token, _ in sampling.logit_bias:
-        if token >= vocab_size:
-            raise RequestError(
-                "invalid_request", f"logit_bias: ids of this model are in [0, {vocab_size}), {token} isn't"
-            )
+    if problem := bias_problem((token for token, _ in sampling.logit_bias), vocab_size):
+        raise RequestError("invalid_request", f"logit_bias: {problem}")
     if sampling.num_rules > MAX_LOGIT_RULES:
         raise RequestError(
             "invalid_request",
             f"logit_bias, bad_words and the stop tokens of min_tokens come to {sampling.num_rules} tokens, which is "
             f"more than {MAX_LOGIT_RULES}: give fewer or shorter ones",
         )
+
+
+def bias_problem(token_ids: Iterable[int], vocab_size: int) -> str:
+    """Which of the tokens of `logit_bias` the model doesn't have, "" if it has all."""
+    outside = next((token for token in token_ids if token >= vocab_size), None)
+    return "" if outside is None else f"ids of this model are in [0, {vocab_size}), {outside} isn't"
 
 
 def _check_that_something_is_left(sampling: EngineSampling, vocab_size: int) -> None:

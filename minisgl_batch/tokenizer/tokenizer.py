@@ -150,7 +150,9 @@ class ModelTokenizer:
         """
         if not self.has_chat_template:
             raise RequestError(
-                "invalid_request", "the model has no chat template: give a prompt text instead of messages"
+                "invalid_request",
+                "the model has no chat template: put one into its folder as chat_template.jinja, or give a prompt text "
+                "instead of messages",
             )
         text = render_chat(self._hf, messages, system, options)
         _check_unicode(text)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from minisgl_batch.errors import Fault, InvalidInputError
+from minisgl_batch.errors import Fault, InvalidInputError, InvalidParameterError
+from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.model import Row
 from minisgl_jobs.rows import ReadOptions, RowReader, read_rows
 from minisgl_jobs.sources import open_input
@@ -151,6 +153,13 @@ FAULTS: list[tuple[str | bytes, str, str, str]] = [
     ('{"prompt": "a", "best_of": 4}', "best_of", "isn't supported (it is 4)", "use n with logprobs"),
     ('{"prompt": "a", "use_beam_search": true}', "use_beam_search", "isn't supported", "no beam search: use n"),
     ('{"prompt": "a", "num_beams": 4}', "num_beams", "isn't supported", "no beam search: use n"),
+    (
+        '{"prompt": "a", "skip_special_tokens": false}',
+        "skip_special_tokens",
+        "isn't supported",
+        "results with `token_ids`",
+    ),
+    ('{"prompt": "a", "detokenize": false}', "detokenize", "isn't supported", "outputs of LLM have the ids"),
     ('{"prompt": "a", "echo": true}', "echo", "isn't supported", "prompt_logprobs"),
     ('{"prompt": "a", "allowed_token_ids": [1]}', "allowed_token_ids", "isn't supported", "logit_bias"),
     ('{"prompt": "a", "no_repeat_ngram_size": 3}', "no_repeat_ngram_size", "isn't supported", "repetition_penalty"),
@@ -235,6 +244,29 @@ def test_fault_names_line_field_problem_and_remedy(
     assert hint in fault.hint
     rest = items[:num_before] + items[num_before + 1 :]
     assert [row.row_index for row in rest if isinstance(row, Row)] == [*range(num_before), num_before + 1]
+
+
+@pytest.mark.parametrize("where", ["left", "right"])
+def test_truncate_needs_to_know_how_much_room_to_make(where: Any) -> None:
+    def read(job: SamplingParams, *rows: dict[str, Any]) -> list[Row | Fault]:
+        return list(RowReader("rows", defaults=job).read([json.dumps({"prompt": "a"} | row).encode() for row in rows]))
+
+    own, room, choices = {"truncate": where}, {"max_tokens": 2}, {"choices": ["a"]}
+    (fault,) = read(SamplingParams(), own)
+    assert isinstance(fault, Fault)
+    assert (fault.field, fault.hint) == ("truncate", "give max_tokens, or leave it out")
+    (nested,) = read(SamplingParams(), {"sampling_params": own})
+    assert isinstance(nested, Fault)
+    assert nested.field == "sampling_params.truncate"
+    good = [own | room, own | choices, {}, {"truncate": "error"}]
+    assert not any(isinstance(row, Fault) for row in read(SamplingParams(), *good))
+    assert isinstance(read(SamplingParams(max_tokens=1), own)[0], Row)
+    job = SamplingParams(truncate=where)
+    assert all(isinstance(row, Row) for row in read(job, room, choices, {"truncate": "error"}))
+    for row in ({}, {"top_k": 1}):
+        with pytest.raises(InvalidParameterError, match="needs max_tokens"):  # once, as it is the job's
+            read(job, room, row)
+    assert isinstance(next(read_rows([json.dumps({"prompt": "a"} | own).encode()])), Row)  # a worker's reading
 
 
 def test_too_long_line_is_a_fault_and_the_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,8 +99,37 @@ def test_errors_become_messages(
 
     monkeypatch.setattr(Client, "overview", fail)
     result = run_cli("jobs", code=code)
-    assert result.stderr.endswith(message)
+    assert result.stderr == message
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--colour",), "No such option"),
+        (("sumbit",), "No such command 'sumbit'"),
+        (("run", "in.jsonl"), "Missing option '--model'"),
+        (
+            ("run", "in.jsonl", "--model", "demo", "--dtype", "fp16"),
+            "Invalid value for '--dtype': 'fp16' is not one of",
+        ),
+        (("submit", "in.jsonl", "--model", "demo", "--json-schema", "nope.json"), "can't read nope.json: No such file"),
+        (("submit", "in.jsonl", "--model", "demo", "--logit-bias", '{"92": 5}'), "isn't token ids with numbers"),
+        (("submit", "in.jsonl", "--model", "demo", "--presence-penalty", "3"), "--presence-penalty: must be"),
+        (("cancel", "a", "b"), "Got unexpected extra argument (b)"),
+        (("jobs", "--limit"), "Option '--limit' requires an argument"),
+        (("jobs", "--\x1b[31m"), "No such option"),
+    ],
+)
+def test_usage_errors_are_one_line(run_cli: RunCli, arguments: tuple[str, ...], message: str) -> None:
+    (line,) = run_cli(*arguments, code=2).stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert message in line
+    assert "\x1b" not in line
+
+
+def test_no_command_shows_the_help(run_cli: RunCli) -> None:
+    assert "Usage: cli [OPTIONS] COMMAND" in run_cli(code=2).stderr
 
 
 def test_a_defect_is_not_hidden(monkeypatch: pytest.MonkeyPatch, run_cli: RunCli) -> None:

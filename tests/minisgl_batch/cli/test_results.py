@@ -48,6 +48,29 @@ def test_formats(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str
     assert pq.read_table(tmp_path / "all.parquet").num_rows == 2
 
 
+def test_the_format_follows_the_ending(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a", "b"], "--wait")
+    for name in ("out.jsonl", "out.json", "without", "out.v2/without"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        run_cli("results", job_id, "-o", tmp_path / name)
+        assert [json.loads(line)["text"] for line in (tmp_path / name).read_text().splitlines()] == ["echo a", "echo b"]
+    run_cli("results", job_id, "-o", "out.CSV")
+    assert [row["text"] for row in csv.DictReader((tmp_path / "out.CSV").open())] == ["echo a", "echo b"]
+    run_cli("results", "out", "-o", "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet")["text"].to_pylist() == ["echo a", "echo b"]
+    run_cli("results", job_id, "-o", "odd.csv", "--format", "jsonl")
+    assert json.loads((tmp_path / "odd.csv").read_text().splitlines()[0])["text"] == "echo a"
+    for name in ("out.tsv", "out.jsonl.gz"):
+        error = run_cli("results", job_id, "-o", name, code=2).stderr
+        known = ".jsonl, .json, .csv, .parquet"
+        assert error == f"Error: --output: {name!r} ends in none of {known}: end it so, or say which --format\n"
+        assert not (tmp_path / name).exists()
+        run_cli("results", job_id, "-o", name, "--format", "jsonl")
+
+
 def test_openai_output_of_text_completions(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]) -> None:
     with EchoWorker(client):
         job_id = submit(["a"], "--wait")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 import redis
 
+from minisgl_batch.cli.job_checks import check_biases
+from minisgl_batch.hub import model_path
+from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.minisgl_batch.cli.conftest import RunCli, end, write_rows
@@ -48,6 +52,16 @@ def test_a_run_leaves_the_folder_of_a_service_job_alone(
     assert f"{tmp_path / 'out'} is the output of job {job_id}, which is queued: cancel it first" in refused.stderr
     assert f"minisgl-batch status {job_id}" in refused.stderr
     end(client, job_id)
+
+
+def test_biases_of_tokens_that_the_model_does_not_have_are_refused_once(run_cli: RunCli, tmp_path: Path) -> None:
+    size = json.loads((model_path("demo") / "config.json").read_text())["vocab_size"]
+    source = write_rows(tmp_path / "in.jsonl", ["a", "b"])
+    shown = run_cli("run", source, "--model", "demo", "--logit-bias", f"0:1,{size}:5", code=2).stderr
+    assert shown.endswith(f"Error: --logit-bias: ids of this model are in [0, {size}), {size} isn't\n")
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+    check_biases(SamplingParams(logit_bias={size - 1: 5.0}), "demo", None)
+    check_biases(SamplingParams(), "/no model", None)
 
 
 def test_a_run_that_is_refused_leaves_no_folder(run_cli: RunCli, tmp_path: Path) -> None:

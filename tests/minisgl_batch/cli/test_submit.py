@@ -310,6 +310,11 @@ def test_nothing_is_submitted_to_the_folder_of_a_run(run_cli: RunCli, client: re
     [
         (["a"], ("--system", "x", "--no-chat"), "--system: needs chat messages: leave out --no-chat, or --system"),
         (["a"], ("--keep-columns", "c"), "no row has 'c', which --keep-columns names"),
+        (
+            ["a"],
+            ("--truncate", "left"),
+            "--truncate: needs max_tokens, to know how much room to make where ",
+        ),
         ([{"text": "a"}], (), "Rename it, or say --prompt-column text (or --template)"),
     ],
 )

@@ -280,6 +280,32 @@ def test_a_check_ends_whatever_it_checks(limits: dict[str, float], given: dict[s
     check.close()
 
 
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"json": {"items": {"uniqueItems": True}}}, '"uniqueItems" isn\'t supported in schemas: remove it'),
+        (
+            {"json": {"uniqueItems": True, "contains": {}}},
+            '"contains" and "uniqueItems" aren\'t supported in schemas: remove them',
+        ),
+        (
+            {"json": {"oneOf": [{"type": "string"}] * 2}},
+            'a "oneOf" can hold at once, which isn\'t supported: use "anyOf"',
+        ),
+        ({"json": {"type": "string", "pattern": "[0-9"}}, 'regex "[0-9": unclosed character class'),
+        ({"regex": " a|[0-9"}, 'regex " a|[0-9": unclosed character class'),
+        ({"regex": "a\n("}, 'regex "a\\n(": unclosed group'),
+        ({"regex": "(?P<a>x)(?P<a>y)"}, 'regex "(?P<a>x)(?P<a>y)": duplicate capture group name'),
+        ({"regex": "a" * 400 + "("}, f'regex "{"a" * 99}…": unclosed group'),
+        ({"grammar": 'start: a\na: "a" other'}, 'line 2, column 4: unknown name: "other"'),
+    ],
+)
+def test_what_is_wrong_in_plain_words(given: dict[str, object], problem: str) -> None:
+    found = syntax_problem(grammar(**given))
+    assert found.endswith(problem), found
+    assert "^" not in found
+
+
 def test_what_a_check_can_read_can_be_compiled_with_twice_its_stack() -> None:
     def deep(size: int) -> str:
         rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(size))

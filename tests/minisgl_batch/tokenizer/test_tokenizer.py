@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from minisgl_batch.errors import ModelError, RequestError
 from minisgl_batch.tokenizer import ModelTokenizer, chat
+from tests.minisgl_batch.tokenizer.conftest import CHATML
 
 PROMPTS = ["The quick brown fox", "안녕하세요 👩‍👩‍👧‍👦", "", " kůň\n\n", "<|im_start|>user"]
 ModelFolder = Callable[..., Path]
@@ -129,8 +130,13 @@ def test_template_without_an_end(model_folder: ModelFolder, monkeypatch: pytest.
 def test_model_without_a_chat_template(model_folder: ModelFolder) -> None:
     tokenizer = ModelTokenizer.load(model_folder())
     assert not tokenizer.has_chat_template
-    with pytest.raises(RequestError, match="no chat template"):
+    with pytest.raises(RequestError, match=r"no chat template: put one into its folder as chat_template\.jinja, or"):
         tokenizer.encode_chat([USER])
+    folder = model_folder()
+    (folder / "chat_template.jinja").write_text(CHATML)
+    given = ModelTokenizer.load(folder)
+    expected = ModelTokenizer.load(model_folder(tokenizer_config={"chat_template": CHATML}))
+    assert given.encode_chat([USER]).tolist() == expected.encode_chat([USER]).tolist()
 
 
 @pytest.mark.parametrize("ids", [[-1], [10_000_000], [1 << 70], [1.0], [True], ["1"], [[1]], [[1], [2, 3]], [None]])
