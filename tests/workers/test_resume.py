@@ -77,7 +77,9 @@ def cancel(worker: Group, job: JobHandle) -> None:
     assert job.status().state is JobState.CANCELED
 
 
-def test_a_canceled_job_goes_on(client: redis.Redis, submit: Submit, source: Path, tmp_path: Path) -> None:
+def test_a_canceled_job_goes_on(
+    client: redis.Redis, submit: Submit, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Committed chunks stay as they are; of one that was under way, the rows that were finished."""
     with group(client, MODEL) as worker:
         first = submit()
@@ -93,10 +95,12 @@ def test_a_canceled_job_goes_on(client: redis.Redis, submit: Submit, source: Pat
             assert submission.resumption is not None
             assert submission.resumption.num_rows == 2 * CHUNK + 1
         again = submit()
+        caplog.clear()
         assert again.id == first.id
         assert again.status().rows_done == 2 * CHUNK
         assert not (tmp_path / "out" / "_manifest.json").exists()
         finish(worker, again)
+        assert not caplog.records  # chunks that were never begun are nothing to warn of
         assert Counter(worker.ran) == Counter({(row, 0): 1 for row in range(ROWS)})
         after = part_bytes(tmp_path / "out")
         assert [after[part_name(chunk)] for chunk in range(2)] == [before[part_name(chunk)] for chunk in range(2)]
