@@ -123,6 +123,7 @@ def prepare(
     seed: int | None = None,
     token_ids: bool = False,
     overwrite: bool = False,
+    retry_failed: bool = False,
     job_id: str | None = None,
     transport: Transport = "auto",
 ) -> Submission:
@@ -140,6 +141,8 @@ def prepare(
     given_id, job_id = job_id, new_job_id(source) if job_id is None else job_id
     _check_arguments(source, model, chunk_rows, seed, job_id, transport)
     folder = output_folder(output, job_id)
+    if overwrite and retry_failed:
+        raise InvalidParameterError("retry_failed", "stands beside `overwrite`, which leaves nothing to retry")
     level = _priority(priority)
     read, params = read or ReadOptions(), params or SamplingParams()
     earlier = None if overwrite else find_earlier(folder)
@@ -175,7 +178,7 @@ def prepare(
         kept=rows.kept,
     )
     try:
-        resumption = None if earlier is None else resume(folder, earlier, spec, rows.hashes)
+        resumption = None if earlier is None else resume(folder, earlier, spec, rows.hashes, retry_failed=retry_failed)
     except BaseException:
         rows.close()
         raise

@@ -64,7 +64,7 @@ _READ_FIELDS = (
     "on_error",
     "max_faults",
 )
-_SUBMISSION_FIELDS = ("model", "output", "seed", "chunk_rows", "token_ids", "overwrite", "job_id")
+_SUBMISSION_FIELDS = ("model", "output", "seed", "chunk_rows", "token_ids", "overwrite", "retry_failed", "job_id")
 _TRANSPORTS: dict[bool | None, str] = {None: "auto", True: "reference", False: "value"}
 
 
@@ -325,6 +325,7 @@ sampling_options = _all(
 input_options = _all(
     click.option("-o", "--output", metavar="DIR", help="Folder or URL of the dataset.  [default: outputs/JOB]"),
     click.option("--overwrite", is_flag=True, help="Remove a dataset that is in the output folder."),
+    click.option("--retry-failed", is_flag=True, help="Going on with a dataset, run its failed rows again, too."),
     click.option("--system", metavar="TEXT", help="System message for rows that have none."),
     click.option("--template", metavar="TEXT", help="Make each prompt from the row's fields: 'Translate: {text}'."),
     click.option("--prompt-column", metavar="NAME", help="The column that holds the prompts."),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 
+import pyarrow as pa
+
 from minisgl_batch.cli.console import talk
-from minisgl_batch.client import JobHandle
+from minisgl_batch.errors import OutputError
 from minisgl_batch.words import count, duration, one_line
-from minisgl_jobs.dataset import Manifest, manifest_of
-from minisgl_jobs.model import JobState, Row, RowResult
+from minisgl_jobs.dataset import Manifest, manifest_of, read_batches, read_manifest
+from minisgl_jobs.model import JobSpec, JobState, Row, RowResult
 from minisgl_jobs.parts import output_place
+from minisgl_jobs.results import table_to_results
 from minisgl_jobs.status import JobStatus
 
 NUM_ERRORS_SHOWN = 3
@@ -22,11 +26,41 @@ def exit_code(state: JobState) -> int:
     return 0 if state is JobState.FINISHED else 1
 
 
-def report(job: JobHandle, status: JobStatus, examples: Sequence[Row] = ()) -> None:
+def dataset_status(spec: JobSpec) -> JobStatus:
+    """The status of a job that has ended, as its dataset tells: no Redis needs to know it.
+
+    Raises:
+        OutputError: the dataset isn't there (any more), or is damaged.
+    """
+    manifest = read_manifest(output_place(spec.output))
+    if manifest is None:
+        raise OutputError(f"{spec.output} holds no dataset (any more)")
+    return JobStatus(
+        spec=spec,
+        state=manifest.state,
+        epoch=manifest.epoch,
+        rows_ok=manifest.num_ok,
+        rows_error=manifest.num_errors,
+        chunks_done=len(manifest.parts),
+        leases=(),
+        created_at=manifest.submitted_at.timestamp(),
+        queued_at=None,
+        started_at=None,
+        finished_at=manifest.finished_at.timestamp(),
+        now=time.time(),
+        num_deaths=0,
+        num_workers=0,
+        paused=False,
+        error=manifest.reason or "",
+    )
+
+
+def report(status: JobStatus, examples: Sequence[Row] = (), *, retry: str = "") -> None:
     """Tell what became of a job that has ended, with a few rows where the dataset is in reach.
 
     Args:
         examples: rows whose texts are shown.
+        retry: how failed rows run again; by default as those of a service.
     """
     manifest = manifest_of(output_place(status.spec.output), status.job_id)
     began = max(status.started_at or 0.0, status.queued_at or status.created_at)  # of this retry, if it is one
@@ -44,8 +78,11 @@ def report(job: JobHandle, status: JobStatus, examples: Sequence[Row] = ()) -> N
     if status.error:
         talk(f"why: {one_line(status.error)}")
     if manifest is not None:
-        _show_examples(job, examples)
-        _show_errors(job, status.rows_error)
+        _show_examples(status, examples)
+        show_errors(status)
+    if status.state is JobState.PARTIAL:
+        them = "it" if status.rows_error == 1 else "them"
+        talk(f"to run {them} again: {retry or f'minisgl-batch retry {status.job_id}'}")
 
 
 def cut_texts(manifest: Manifest) -> str:
@@ -58,22 +95,28 @@ def cut_texts(manifest: Manifest) -> str:
     return f"{manifest.num_cut:,} of {count(num_texts, 'text')} ended by max_tokens or with the context{what}"
 
 
-def _show_examples(job: JobHandle, examples: Sequence[Row]) -> None:
+def _show_examples(status: JobStatus, examples: Sequence[Row]) -> None:
     """A few rows as `prompt -> text`, for a first look."""
     prompts = {row.row_index: _prompt_text(row) for row in examples}
-    for result in takewhile(lambda result: result.row_index <= max(prompts, default=-1), job.rows()):
+    for result in takewhile(lambda result: result.row_index <= max(prompts, default=-1), _results(status)):
         prompt = prompts.get(result.row_index)
         if prompt is not None and result.sample_index == 0 and result.error is None:
             talk(f'  "{one_line(prompt, _PROMPT_CHARS)}" -> "{one_line(result.text, _TEXT_CHARS)}"')
 
 
-def _show_errors(job: JobHandle, num_errors: int) -> None:
-    """The first error rows."""
-    errors = (result for result in job.rows() if result.error is not None) if num_errors else iter(())
+def show_errors(status: JobStatus) -> None:
+    """The first error rows of a job that has ended."""
+    num_errors = status.rows_error
+    errors = (result for result in _results(status) if result.error is not None) if num_errors else iter(())
     for result in islice(errors, NUM_ERRORS_SHOWN):
         talk(f"  failed: {_row_label(result)}: {_error_text(result)}")
     if num_errors > NUM_ERRORS_SHOWN:
         talk(f"  ... and {count(num_errors - NUM_ERRORS_SHOWN, 'more row')}")
+
+
+def _results(status: JobStatus) -> Iterator[RowResult]:
+    for batch in read_batches(output_place(status.spec.output)):
+        yield from table_to_results(pa.Table.from_batches([batch]))
 
 
 def _row_label(result: RowResult) -> str:

@@ -10,6 +10,7 @@ from minisgl_batch.cli.progress import follow
 from minisgl_batch.cli.report import exit_code, report
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import status_record
+from minisgl_batch.errors import JobNotFoundError
 from minisgl_batch.words import count
 
 
@@ -26,12 +27,16 @@ def retry(ctx: click.Context, job_id: str, wait: bool, redis_url: str | None, as
     _SUCCESS. Only a partial job can be retried.
     """
     with open_client(redis_url) as client:
-        job = client.job(job_id)
-        num_failed = job.status().rows_error
+        try:
+            job = client.job(job_id)
+            num_failed = job.status().rows_error
+        except JobNotFoundError as error:
+            hint = "submit or run the same input to the same output with --retry-failed"
+            raise JobNotFoundError(f"{error}; where only its dataset is left, {hint}") from error
         job.retry()
         talk(f"{count(num_failed, 'row')} of job {job_id} queued again")
         if wait:
-            report(job, follow(job))
+            report(follow(job))
         found = job.status()
     if as_json:
         print_json(status_record(found))

@@ -26,7 +26,7 @@ from minisgl_batch.cli.options import (
     sampling_options,
 )
 from minisgl_batch.cli.progress import follow
-from minisgl_batch.cli.report import exit_code, report
+from minisgl_batch.cli.report import dataset_status, exit_code, report, show_errors
 from minisgl_batch.cli.sections import SectionedCommand
 from minisgl_batch.cli.service import open_redis
 from minisgl_batch.cli.status import status_record
@@ -73,16 +73,18 @@ def run(
         _sigterm_as_interrupt(),
     ):
         tell_of_input(submission)
-        resumption = submission.resumption
-        if resumption is not None and resumption.is_complete and not as_json:  # no worker is needed for that
-            click.echo(submission.spec.output)
-            ctx.exit(1 if any(resumption.done.values()) else 0)
-        with open_redis(redis_url, private=True) as url, Client(url) as client:
-            job, is_interrupted = _run_job(client, submission, worker_options(options, url), verbose=verbose)
-            status = job.status()
-            report(job, status, submission.examples)
+        resumption, is_interrupted = submission.resumption, False
+        if resumption is not None and resumption.is_complete:  # no worker is needed for that
+            status = dataset_status(submission.spec)
+            show_errors(status)
+        else:
+            with open_redis(redis_url, private=True) as url, Client(url) as client:
+                job, is_interrupted = _run_job(client, submission, worker_options(options, url), verbose=verbose)
+                status = job.status()
+                again = _changes(options, submission.spec, "--retry-failed")
+                report(status, submission.examples, retry=f"the same command{again}")
     if is_interrupted:
-        talk(f"start it again{_changes_to_go_on(options, submission.spec)} to go on with the other rows")
+        talk(f"start it again{_changes(options, submission.spec)} to go on with the other rows")
     if as_json:
         print_json(status_record(status))
     else:
@@ -126,12 +128,12 @@ def _follow(job: JobHandle, worker: LocalWorker, *, live: bool) -> bool:
     return False
 
 
-def _changes_to_go_on(options: dict[str, Any], spec: JobSpec) -> str:
+def _changes(options: dict[str, Any], spec: JobSpec, *more: str) -> str:
     """What the same command needs, or mustn't have, to go on with the dataset that it has begun."""
-    changes = ""
+    needed = list(more)
     if options["output"] is None and options["job_id"] is None:  # it would be another job, with a folder of its own
-        changes += f" with --output {shlex.quote(spec.output)}"
-    return changes + (" without --overwrite" if options["overwrite"] else "")
+        needed = ["--output", shlex.quote(spec.output), *needed]
+    return (f" with {' '.join(needed)}" if needed else "") + (" without --overwrite" if options["overwrite"] else "")
 
 
 def _given_output(options: dict[str, Any]) -> Path | None:

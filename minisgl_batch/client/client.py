@@ -99,6 +99,7 @@ class Client:
         seed: int | None = None,
         token_ids: bool = False,
         overwrite: bool = False,
+        retry_failed: bool = False,
         job_id: str | None = None,
         transport: Transport = "auto",
         after: JobHandle | str | None = None,
@@ -120,6 +121,7 @@ class Client:
             seed: makes the samples of rows without a seed of their own repeatable.
             token_ids: write the `output_token_ids` column.
             overwrite: remove a dataset that is in the output folder.
+            retry_failed: where the job goes on with a dataset, generate the rows that have failed there again, too.
             job_id: a name for the job, by default one with the input's name and the date. Submitting the same job (also
                 the same `seed`) under the same name again changes nothing.
             transport: "value" sends the rows through Redis, "reference" lets workers read them where they are; by
@@ -169,6 +171,7 @@ class Client:
                 seed=seed,
                 token_ids=token_ids,
                 overwrite=overwrite,
+                retry_failed=retry_failed,
                 job_id=job_id,
                 transport=transport,
             )

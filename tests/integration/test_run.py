@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import psutil
@@ -99,6 +100,35 @@ def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Pa
     assert shaped[1]["error_message"] == "structured_outputs: Invalid type: sum"
     assert "unclosed group" in shaped[2]["error_message"]
     assert re.fullmatch("[12]{4}", shaped[3]["text"])
+
+
+def test_failed_rows_of_a_run_are_told_and_run_again(start: Start, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["1 + 1 =", "What is 17 + 25, and what is 65 + 983?"])
+    run = ("run", source, "--model", "demo", "--max-tokens", 4)
+    with start(*run, "--max-seq-len", 16) as first:
+        first.finish(code=1)
+    output = first.stdout.strip()
+    assert f"to run it again: the same command with --output {output} --retry-failed\n" in first.stderr
+    with start(*run, "-o", output) as second:
+        second.finish(code=1)
+    assert "2 of 2 rows are in" in second.stderr
+    assert "1 of them failed; to run those again: the same command with --retry-failed\n" in second.stderr
+    assert "failed: row_index 1: prompt_too_long: " in second.stderr
+    assert "starting a worker" not in second.stderr
+    before = (Path(output) / "_manifest.json").read_bytes()
+    with start(*run, "-o", output, "--json") as scripted:
+        scripted.finish(code=1)
+    assert "starting a worker" not in scripted.stderr
+    record, manifest = json.loads(scripted.stdout), json.loads(before)
+    assert (record["state"], record["rows_ok"], record["rows_error"]) == ("partial", 1, 1)
+    assert datetime.fromtimestamp(record["finished_at"], timezone.utc).isoformat() == manifest["finished_at"].replace(
+        "Z", "+00:00"
+    )
+    assert (Path(output) / "_manifest.json").read_bytes() == before
+    with start(*run, "-o", output, "--retry-failed") as third:
+        third.finish()
+    assert f"1 of 2 rows are in {output}; 1 failed row runs again" in third.stderr
+    assert "finished: 2 rows ok, 0 failed" in third.stderr
 
 
 def test_an_interrupt_keeps_what_is_finished(start: Start, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from minisgl_batch.client import Client, JobHandle
-from minisgl_batch.errors import OutputError
+from minisgl_batch.errors import OutputError, UsageError
 from minisgl_jobs.dataset import SUCCESS, read_manifest
 from minisgl_jobs.model import JobState
 from minisgl_jobs.owner import OWNER
@@ -77,7 +77,9 @@ def cancel(worker: Group, job: JobHandle) -> None:
     assert job.status().state is JobState.CANCELED
 
 
-def test_a_canceled_job_goes_on(client: redis.Redis, submit: Submit, tmp_path: Path) -> None:
+def test_a_canceled_job_goes_on(
+    client: redis.Redis, submit: Submit, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Committed chunks stay as they are; of one that was under way, the rows that were finished."""
     with group(client, MODEL) as worker:
         first = submit()
@@ -89,11 +91,16 @@ def test_a_canceled_job_goes_on(client: redis.Redis, submit: Submit, tmp_path: P
         worker.generate(work, part[0], 0)
         cancel(worker, first)
         before = part_bytes(tmp_path / "out")
+        with prepare(source, model=MODEL, output=tmp_path / "out", chunk_rows=CHUNK) as submission:
+            assert submission.resumption is not None
+            assert submission.resumption.num_rows == 2 * CHUNK + 1
         again = submit()
+        caplog.clear()
         assert again.id == first.id
         assert again.status().rows_done == 2 * CHUNK
         assert not (tmp_path / "out" / "_manifest.json").exists()
         finish(worker, again)
+        assert not caplog.records  # chunks that were never begun are nothing to warn of
         assert Counter(worker.ran) == Counter({(row, 0): 1 for row in range(ROWS)})
         after = part_bytes(tmp_path / "out")
         assert [after[part_name(chunk)] for chunk in range(2)] == [before[part_name(chunk)] for chunk in range(2)]
@@ -171,6 +178,39 @@ def test_parts_that_are_lost_or_damaged_are_made_again(client: redis.Redis, subm
         finish(worker, submit())
         assert Counter(worker.ran)[CHUNK, 0] == Counter(worker.ran)[3 * CHUNK, 0] == 2
         assert len(worker.ran) == ROWS + 2 * CHUNK
+
+
+def test_failed_rows_run_again_when_asked_for(
+    client: redis.Redis, submit: Submit, source: Path, tmp_path: Path
+) -> None:
+    """Also when no Redis knows the job any more, so that it can't be retried."""
+    first, failing = submit(), {1, 2, 9}
+    with group(client, MODEL) as worker:
+        for _ in range(ROWS // CHUNK):
+            work = worker.take()
+            worker.run(work, lambda row: row.row_index in failing)
+            worker.commit(work)
+        worker.end_jobs()
+    assert first.status().state is JobState.PARTIAL
+    old = part_bytes(tmp_path / "out")
+    client.flushdb()
+    with prepare(source, model=MODEL, output=tmp_path / "out", chunk_rows=CHUNK) as kept:
+        assert kept.resumption is not None
+        assert (kept.resumption.is_complete, kept.resumption.num_failed) == (True, len(failing))
+        assert kept.resumption.num_rows == ROWS
+    options: dict[str, Any] = {"output": tmp_path / "out", "chunk_rows": CHUNK, "retry_failed": True}
+    with prepare(source, model=MODEL, **options) as retried:
+        assert retried.resumption is not None
+        assert retried.resumption.num_rows == ROWS - len(failing)
+    job = submit(retry_failed=True)
+    assert job.id == first.id
+    with group(client, MODEL) as worker:
+        finish(worker, job)
+        assert worker.ran == [(row, 0) for row in sorted(failing)]
+    new = part_bytes(tmp_path / "out")
+    assert {name for name in new if new[name] != old[name]} == {part_name(0), part_name(2)}
+    with pytest.raises(UsageError, match="`overwrite`, which leaves nothing to retry"):
+        submit(retry_failed=True, overwrite=True)
 
 
 def test_failed_rows_stay_for_a_retry(client: redis.Redis, submit: Submit) -> None:

@@ -162,6 +162,18 @@ def test_the_first_signal_drains(group: Group) -> None:
     assert group.is_gone()
 
 
+def test_a_rank_may_end_before_the_frontend_that_told_it_to(group: Group) -> None:
+    (group.folder / "stubborn").touch()
+    group.command.signal(signal.SIGTERM)
+    wait_for("the drain", (group.folder / "drained").exists, SOON_S)
+    group.tell("rank", "leave")
+    wait_for("the end of the rank", lambda: not lives(group.pids["rank"]), SOON_S)
+    group.tell("frontend", "leave")
+    group.command.finish()
+    assert "while it was stopping" not in group.command.stderr
+    assert group.is_gone()
+
+
 def test_the_second_signal_stops_at_once(group: Group) -> None:
     (group.folder / "stubborn").touch()
     group.command.signal(signal.SIGTERM)

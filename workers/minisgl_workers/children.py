@@ -81,6 +81,7 @@ class Children:
     _children: list[_Child] = field(default_factory=list)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _wake_fd: int = -1
+    _is_draining: bool = False
     _looked: float = field(default_factory=time.monotonic)
 
     def start(self, wake_fd: int) -> None:
@@ -114,7 +115,8 @@ class Children:
             self._fail(failures)
 
     def drain(self) -> None:
-        """Ask the frontend to come to an end."""
+        """Ask the frontend to come to an end. From now on it ends the others, which may be gone before it is."""
+        self._is_draining = True
         process = self._children[0].process
         if process is not None:
             process.send_signal(signal.SIGTERM)
@@ -169,6 +171,9 @@ class Children:
             case None if child is self._children[0] and process.ended_in_order:
                 self._selector.unregister(process.status_fd)
                 self.has_left = True
+            case None if self._is_draining and process.ended_in_order:
+                self._selector.unregister(process.status_fd)
+                child.got_on = None  # it needn't get on any more
             case None:
                 failure = ChildFailed(f"{child.plan.name} {process.describe_end()}", False, 1, time.monotonic())
                 return self._lost(child, process, failure)

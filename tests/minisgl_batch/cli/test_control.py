@@ -34,12 +34,14 @@ def test_retry(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str],
     assert json.loads(result.stdout)["state"] == "queued"
     assert not (tmp_path / "out" / SUCCESS).exists()
     assert "is queued, not partial" in run_cli("retry", job_id, code=1).stderr
+    assert "to the same output with --retry-failed" in run_cli("retry", "out", code=3).stderr
     with EchoWorker(client):
         assert json.loads(run_cli("status", job_id, "--json").stdout)["num_rows"] == 3
         with Client() as api:
             api.job(job_id).wait(20)
         result = run_cli("retry", job_id, "--wait", code=1)
     assert "partial: 2 rows ok, 1 failed" in result.stderr
+    assert f"to run it again: minisgl-batch retry {job_id}\n" in result.stderr
     assert "tokens generated in all" in result.stderr  # no rate: most are from before
     assert (tmp_path / "out" / SUCCESS).exists()
 
