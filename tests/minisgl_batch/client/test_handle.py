@@ -169,6 +169,7 @@ def test_stream_of_one_row(client: redis.Redis, submit: Callable[..., JobHandle]
     events = [event for event in job.stream([1]) if not isinstance(event, JobChanged)]
     assert {(event.row_index, event.sample_index) for event in events} == {(1, 0), (1, 1)}
     assert [event.custom_id for event in events if isinstance(event, RowFinished)] == ["named", "named"]
+    assert [(row.custom_id, row.metadata) for row in job.rows()] == [(None, None), ("named", None), ("named", None)]
     with pytest.raises(UsageError, match="has no row 2: its rows are 0 to 1"):
         job.stream([2])
 
