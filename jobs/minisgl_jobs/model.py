@@ -86,7 +86,7 @@ class InputReference(msgspec.Struct, frozen=True, omit_defaults=True):
     chat: bool | None = None
 
 
-class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+class JobSpec(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """What a job is; fixed at submit.
 
     Attributes:
@@ -226,6 +226,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
         if not (known >= {*memoryview(self.token_ids).cast("i")} and known >= {*memoryview(self.top_ids).cast("i")}):
             raise ValueError("log-probabilities of tokens without a text")
 
+    def __repr__(self) -> str:
+        """The first few tokens."""
+        num_shown, values = 4, memoryview(self.logprobs).cast("f")
+        ids = memoryview(self.token_ids).cast("i")[:num_shown].tolist()
+        shown = [f"{self.texts[token_id]!r} {value:.3f}" for token_id, value in zip(ids, values, strict=False)]
+        more = ["..."] if len(values) > num_shown else []
+        return f"TokenLogprobs({len(self)} tokens: {', '.join(shown + more)})"
+
     def __len__(self) -> int:
         return len(self.token_ids) // 4 + self.has_gap
 
@@ -257,7 +265,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
         return {"token": self.texts[token_id], "token_id": token_id, "logprob": logprob}
 
 
-class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
+class RowResult(msgspec.Struct, frozen=True, omit_defaults=True, repr_omit_defaults=True):
     """One finished sample of a row: a line of the result dataset (timestamps in Unix seconds).
 
     With `raw_text`, `text` and `reasoning_text` are what it was split into. With `choices`, `text` is the best of them.
@@ -265,7 +273,7 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
     row_index: int
     sample_index: int = 0
-    custom_id: str = ""
+    custom_id: str | None = None
     status: Literal["ok", "error"] = "ok"
     text: str = ""
     finish_reason: Literal["stop", "length", "timeout", "repetition", "abort", "error"] = "stop"
@@ -283,7 +291,7 @@ class RowResult(msgspec.Struct, frozen=True, omit_defaults=True):
     started_at: float | None = None
     finished_at: float = 0.0
     ttft_ms: float | None = None
-    metadata: str = ""
+    metadata: str | None = None
     reasoning_text: str | None = None
     raw_text: str | None = None
     choices: list[ChoiceScore] | None = None

@@ -74,7 +74,6 @@ def results_to_table(results: Iterable[RowResult], optional: Collection[str] = (
     ordered = sorted(results, key=lambda result: (result.row_index, result.sample_index))
     schema = result_schema(optional)
     columns: dict[str, list[Any]] = {
-        "custom_id": [r.custom_id or None for r in ordered],
         "text": [r.text if r.error is None or r.text else None for r in ordered],
         "error_type": [r.error.type if r.error else None for r in ordered],
         "error_message": [r.error.message if r.error else None for r in ordered],
@@ -82,7 +81,6 @@ def results_to_table(results: Iterable[RowResult], optional: Collection[str] = (
         "queued_at": [_micros(r.queued_at) for r in ordered],
         "started_at": [_micros(r.started_at) for r in ordered],
         "finished_at": [_micros(r.finished_at) for r in ordered],
-        "metadata": [r.metadata or None for r in ordered],
     }
     arrays = [
         logprobs_to_array([getattr(r, name) for r in ordered])
@@ -108,8 +106,7 @@ def table_to_results(table: pa.Table) -> Iterator[RowResult]:
         for index, record in enumerate(pa.RecordBatch.from_pydict(plain).to_pylist()):
             record |= {name: logprobs_of(column, index) for name, column in scored.items()}
             error_type, error_message = record.pop("error_type"), record.pop("error_message")
-            for name in ("custom_id", "text", "metadata"):
-                record[name] = record[name] or ""
+            record["text"] = record["text"] or ""
             for name in ("queued_at", "started_at", "finished_at"):
                 record[name] = record[name] / 1e6 if record[name] is not None else None
             if record.get("choices") is not None:

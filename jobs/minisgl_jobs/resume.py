@@ -74,12 +74,15 @@ class Resumption:
         epoch: for the parts that it will write.
         done: chunk whose part is there and stays as it is -> its rows that have failed.
         num_failed: rows that have failed, in the parts of all whole chunks.
+        num_rows: rows that aren't generated again, those of unfinished chunks (about, with several samples a row)
+            included.
         is_complete: whether nothing is left to do: all parts and `_SUCCESS` are there.
     """
 
     epoch: int
     done: Mapping[int, int]
     num_failed: int = 0
+    num_rows: int = 0
     is_complete: bool = False
 
 
@@ -135,17 +138,23 @@ def resume(
     parts = [info for info in _parts(folder) if info.job_id == earlier.job_id]
     if facts[ROWS] != earlier.facts[ROWS]:
         earlier.refuse(folder, f"its rows differ{_first_difference(spec, parts, hashes)}")
-    done = {
-        info.chunk: info.num_failed
-        for info in parts
-        if info.is_whole and info.chunk < len(hashes) and info.input_sha256 == hashes[info.chunk].hex()
-    }
     epoch = 1 + max([earlier.epoch, *(info.epoch for info in parts)])
-    num_failed = sum(done.values())
-    if retry_failed:
-        done = {chunk: failed for chunk, failed in done.items() if not failed}
-    is_complete = earlier.is_complete and len(done) == spec.num_chunks
-    return Resumption(epoch, done, num_failed, is_complete=is_complete)
+    ours = [info for info in parts if info.chunk < len(hashes) and info.input_sha256 == hashes[info.chunk].hex()]
+    whole = [info for info in ours if info.is_whole]
+    done = {info.chunk: info.num_failed for info in whole if not (retry_failed and info.num_failed)}
+    return Resumption(
+        epoch,
+        done,
+        num_failed=sum(info.num_failed for info in whole),
+        num_rows=sum(_num_ok(info, spec) for info in ours) + sum(done.values()),
+        is_complete=earlier.is_complete and len(done) == spec.num_chunks,
+    )
+
+
+def _num_ok(info: PartInfo, spec: JobSpec) -> int:
+    """The rows of a part without an error; about, with several samples a row where some are missing."""
+    num_rows = len(spec.chunk_range(info.chunk)) if info.is_whole else info.num_rows // (spec.params.n or 1)
+    return max(0, num_rows - info.num_failed)
 
 
 def _parts(folder: Place) -> list[PartInfo]:

@@ -19,9 +19,11 @@ logger = logging.getLogger(__name__)
 def results_to_keep(folder: Place, chunk: int, input_sha256: str) -> list[RowResult]:
     """The results without an error in a chunk's part of an earlier epoch; none when it is of other rows.
 
-    A part that is missing or damaged has none either: all rows of its chunk are generated again.
+    A part that is missing or damaged has none either: all rows of its chunk are generated.
     """
     path = folder / part_name(chunk)
+    if not path.exists():  # its chunk was not begun
+        return []
     try:
         if read_part(path).info.input_sha256 != input_sha256:
             logger.warning("%s holds results of other rows: they are generated again", path)

@@ -109,8 +109,8 @@ class RowTexts:
             yield RowStarted(row, sample)
         yield from self._extend(row, sample, running, result.whole_text[running.num_chars :], result.reasoning)
         self._set_finished(row, sample, None)
-        counts = (result.prompt_tokens, result.completion_tokens)
-        yield RowFinished(row, sample, result.status, result.finish_reason, *counts, result.error, result.custom_id)
+        counts, name = (result.prompt_tokens, result.completion_tokens), result.custom_id or ""
+        yield RowFinished(row, sample, result.status, result.finish_reason, *counts, result.error, name)
 
     def missing(self, *, strict: bool = False) -> list[range]:
         """Rows to look for among the finished ones, as ascending ranges.

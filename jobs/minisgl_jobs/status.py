@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from minisgl_batch.errors import DamagedJobError
-from minisgl_batch.words import one_line
+from minisgl_batch.words import count, one_line
 from minisgl_jobs.model import JobSpec, JobState, check_schema_version
 
 spec_encoder = msgspec.msgpack.Encoder()
@@ -68,7 +68,7 @@ class LeaseInfo:
     num_spooled: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class JobStatus:
     """A job at one moment.
 
@@ -113,6 +113,13 @@ class JobStatus:
     num_waiting: int = 0
     after: str = ""
     start_at: float | None = None
+
+    def __repr__(self) -> str:
+        parts = [f"{self.state.value}, {self.rows_done:,} of {count(self.spec.num_rows, 'row')} done"]
+        parts += [f"{self.rows_error:,} failed"] if self.rows_error else []
+        parts += [f"waiting: {self.waiting}"] if self.waiting else []
+        parts += [one_line(self.error)] if self.error else []
+        return f"<JobStatus of {self.job_id}: {', '.join(parts)}>"
 
     @property
     def is_held(self) -> bool:

@@ -121,7 +121,7 @@ def _results(status: JobStatus) -> Iterator[RowResult]:
 
 def _row_label(result: RowResult) -> str:
     """What a person calls a result's row."""
-    return one_line(result.custom_id) or f"row_index {result.row_index}"
+    return one_line(result.custom_id or "") or f"row_index {result.row_index}"
 
 
 def _error_text(result: RowResult) -> str:

@@ -110,7 +110,8 @@ def _tell_of_job(client: Client, status: JobStatus, submission: Submission) -> N
     spec = status.spec
     where = f"for {spec.model}, to be written to {spec.output}"
     if spec.submitted_at == submission.spec.submitted_at:
-        talk(f"{count(spec.num_rows - _rows_there(submission), 'row')} queued {where}")
+        there = submission.resumption.num_rows if submission.resumption is not None else 0
+        talk(f"{count(spec.num_rows - there, 'row')} queued {where}")
     else:
         talk(f"job {spec.job_id} is {status.state.value} already, {where}")
     if status.is_held:
@@ -129,10 +130,10 @@ def _wait(job: JobHandle) -> JobStatus:
 def tell_of_input(submission: Submission) -> None:
     """What a user should know about an input that can be used all the same."""
     if submission.resumption is not None:
-        spec, there = submission.spec, _rows_there(submission)
-        what = "has nothing left to do" if submission.resumption.is_complete else "goes on"
-        failed = _failed_there(submission.resumption)
-        talk(f"job {spec.job_id} {what}: {there:,} of {count(spec.num_rows, 'row')} are in {spec.output}{failed}")
+        spec, found = submission.spec, submission.resumption
+        what = "has nothing left to do" if found.is_complete else "goes on"
+        there = f"{found.num_rows:,} of {count(spec.num_rows, 'row')} are in {spec.output}"
+        talk(f"job {spec.job_id} {what}: {there}{_failed_there(found)}")
     faults = submission.faults
     if faults.num_faults:
         talk(f"{faults.num_faults} of {count(submission.spec.num_rows, 'row')} can't be used and become error rows:")
@@ -150,9 +151,3 @@ def _failed_there(resumption: Resumption) -> str:
         runs = "failed row runs" if resumption.num_failed == 1 else "failed rows run"
         return f"; {resumption.num_failed:,} {runs} again"
     return f", {resumption.num_failed:,} of them failed; to run those again: the same command with --retry-failed"
-
-
-def _rows_there(submission: Submission) -> int:
-    """The rows that are in the output already."""
-    done = submission.resumption.done if submission.resumption is not None else ()
-    return sum(len(submission.spec.chunk_range(chunk)) for chunk in done)

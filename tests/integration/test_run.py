@@ -127,7 +127,7 @@ def test_failed_rows_of_a_run_are_told_and_run_again(start: Start, tmp_path: Pat
     assert (Path(output) / "_manifest.json").read_bytes() == before
     with start(*run, "-o", output, "--retry-failed") as third:
         third.finish()
-    assert "1 failed row runs again" in third.stderr
+    assert f"1 of 2 rows are in {output}; 1 failed row runs again" in third.stderr
     assert "finished: 2 rows ok, 0 failed" in third.stderr
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import random
+import re
 from array import array
 from typing import Any
 
@@ -209,3 +210,12 @@ def test_texts_of_a_chunk_may_come_to_more_than_two_gibibytes() -> None:
     entry = LOGPROBS_TYPE.value_type
     for token in (entry, entry.field("top_logprobs").type.value_type):
         assert token.field("token").type == pa.large_string()
+
+
+def test_records_are_shown_as_tokens() -> None:
+    found = record(random.randint(5, 99), 2)
+    ids, values = (array(kind, data).tolist() for kind, data in (("i", found.token_ids), ("f", found.logprobs)))
+    first = ", ".join(f"{TEXTS[ids[i]]!r} {values[i]:.3f}" for i in range(4))
+    assert repr(found) == f"TokenLogprobs({len(ids)} tokens: {first}, ...)"
+    short = record(1, 0, has_gap=True)
+    assert re.fullmatch(r"TokenLogprobs\(2 tokens: '.*' -\d\.\d{3}\)", repr(short))

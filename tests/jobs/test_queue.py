@@ -172,6 +172,8 @@ def test_a_job_that_waits_for_the_trouble_of_another_says_so(
     worker.heartbeat(WorkerInfo("w1", MODEL, trouble="/a is full"))
     assert queue.status(waiting.job_id).waiting == "w1 takes no chunks: /a is full"
     assert queue.status(running.job_id).waiting == ""
+    shown = f"{waiting.job_id}: queued, 0 of {waiting.num_rows} rows done, waiting: w1 takes no chunks: /a is full"
+    assert repr(queue.status(waiting.job_id)) == f"<JobStatus of {shown}>"
     worker.heartbeat(WorkerInfo("w2", MODEL))  # which takes some
     assert queue.status(waiting.job_id).waiting == ""
     client.set(worker.keys.worker("w2"), b"damaged")

@@ -55,7 +55,10 @@ def test_results_come_back_from_a_table() -> None:
     cut = RowResult(row_index=2, text="half", status="error", finish_reason="abort", error=RowError("aborted", "why"))
     table = results_to_table([ok, cut], {"output_token_ids"})
     assert list(table_to_results(table)) == [ok, cut]
-    assert list(table_to_results(results_to_table([RowResult(row_index=0)]))) == [RowResult(row_index=0)]
+    (bare,) = table_to_results(results_to_table([RowResult(row_index=0)]))
+    assert bare == RowResult(row_index=0)
+    assert (bare.custom_id, bare.metadata) == (None, None)  # as in the table
+    assert "None" not in repr(bare)  # what it hasn't isn't shown
 
 
 def test_no_results_keep_the_schema() -> None:

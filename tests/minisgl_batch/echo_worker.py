@@ -146,13 +146,15 @@ def _results(lease: Lease, row: Row) -> list[RowResult]:
         error = RowError("refused", "the prompt asks for it")
     now = time.time()
     if error is not None:
-        failed = RowResult(row.row_index, custom_id=row.custom_id, status="error", finish_reason="error", error=error)
+        failed = RowResult(
+            row.row_index, custom_id=row.custom_id or None, status="error", finish_reason="error", error=error
+        )
         return [failed]
     return [
         RowResult(
             row_index=row.row_index,
             sample_index=sample,
-            custom_id=row.custom_id,
+            custom_id=row.custom_id or None,
             text=answer(row, sample),
             finish_reason="length" if row.params.over(lease.spec.params).max_tokens == 1 else "stop",
             prompt_tokens=10,
@@ -162,7 +164,7 @@ def _results(lease: Lease, row: Row) -> list[RowResult]:
             seed=1,
             started_at=now,
             finished_at=now,
-            metadata=row.metadata,
+            metadata=row.metadata or None,
         )
         for sample in range(samples_of(row, lease.spec.params))
     ]

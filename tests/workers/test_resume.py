@@ -77,7 +77,9 @@ def cancel(worker: Group, job: JobHandle) -> None:
     assert job.status().state is JobState.CANCELED
 
 
-def test_a_canceled_job_goes_on(client: redis.Redis, submit: Submit, tmp_path: Path) -> None:
+def test_a_canceled_job_goes_on(
+    client: redis.Redis, submit: Submit, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Committed chunks stay as they are; of one that was under way, the rows that were finished."""
     with group(client, MODEL) as worker:
         first = submit()
@@ -89,11 +91,16 @@ def test_a_canceled_job_goes_on(client: redis.Redis, submit: Submit, tmp_path: P
         worker.generate(work, part[0], 0)
         cancel(worker, first)
         before = part_bytes(tmp_path / "out")
+        with prepare(source, model=MODEL, output=tmp_path / "out", chunk_rows=CHUNK) as submission:
+            assert submission.resumption is not None
+            assert submission.resumption.num_rows == 2 * CHUNK + 1
         again = submit()
+        caplog.clear()
         assert again.id == first.id
         assert again.status().rows_done == 2 * CHUNK
         assert not (tmp_path / "out" / "_manifest.json").exists()
         finish(worker, again)
+        assert not caplog.records  # chunks that were never begun are nothing to warn of
         assert Counter(worker.ran) == Counter({(row, 0): 1 for row in range(ROWS)})
         after = part_bytes(tmp_path / "out")
         assert [after[part_name(chunk)] for chunk in range(2)] == [before[part_name(chunk)] for chunk in range(2)]
@@ -190,6 +197,11 @@ def test_failed_rows_run_again_when_asked_for(
     with prepare(source, model=MODEL, output=tmp_path / "out", chunk_rows=CHUNK) as kept:
         assert kept.resumption is not None
         assert (kept.resumption.is_complete, kept.resumption.num_failed) == (True, len(failing))
+        assert kept.resumption.num_rows == ROWS
+    options: dict[str, Any] = {"output": tmp_path / "out", "chunk_rows": CHUNK, "retry_failed": True}
+    with prepare(source, model=MODEL, **options) as retried:
+        assert retried.resumption is not None
+        assert retried.resumption.num_rows == ROWS - len(failing)
     job = submit(retry_failed=True)
     assert job.id == first.id
     with group(client, MODEL) as worker:

@@ -60,7 +60,7 @@ class Publishing:
                     prompt_tokens=result.prompt_tokens,
                     completion_tokens=result.completion_tokens,
                     error=result.error,
-                    custom_id=result.custom_id,
+                    custom_id=result.custom_id or "",
                 )
                 delta = RowDelta(*key, work.lease.attempt, len(result.whole_text), "", end)
                 self._publisher.add(work.job_id, delta)

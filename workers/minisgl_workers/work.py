@@ -118,7 +118,7 @@ class ChunkWork:
             RowResult(
                 row_index=row.row_index,
                 sample_index=sample_index,
-                custom_id=row.custom_id,
+                custom_id=row.custom_id or None,
                 status="ok" if error is None else "error",
                 text=sample.text,
                 finish_reason=sample.finish_reason,
@@ -136,7 +136,7 @@ class ChunkWork:
                 started_at=started_at,
                 finished_at=time.time(),
                 ttft_ms=None if first is None else (first - started_at) * 1000,
-                metadata=row.metadata,
+                metadata=row.metadata or None,
                 reasoning_text=sample.reasoning_text,
                 raw_text=sample.raw_text,
                 choices=sample.choices,
@@ -153,14 +153,14 @@ class ChunkWork:
                 RowResult(
                     row_index=row.row_index,
                     sample_index=sample_index,
-                    custom_id=row.custom_id,
+                    custom_id=row.custom_id or None,
                     status="error",
                     finish_reason="error",
                     error=error,
                     model=self.lease.spec.model,
                     queued_at=self.lease.spec.submitted_at,
                     finished_at=time.time(),
-                    metadata=row.metadata,
+                    metadata=row.metadata or None,
                 )
             )
         self._left.pop(row.row_index, None)
