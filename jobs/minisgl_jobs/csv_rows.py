@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -80,7 +79,7 @@ class CsvFile:
             return TableRow({}, FieldError("", problem, "quote cells that hold separators or line breaks"))
         row = dict(zip(self._columns, cells, strict=True))
         values = {name: tidied for name in self._used if (tidied := tidy(name, row[name], is_text=True)) is not None}
-        return TableRow(values, texts=tuple(json.dumps(row[name], ensure_ascii=False) for name in self._keep))
+        return TableRow(values, cells=tuple(row[name] for name in self._keep))
 
     def _header(self) -> list[str]:
         try:

@@ -19,6 +19,7 @@ from minisgl_batch._version import __version__
 from minisgl_batch.errors import OutputError, OutputLostError, OutputTakenError, SchemaVersionError
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.words import count
+from minisgl_jobs.kept import column_types
 from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, decode_record
 from minisgl_jobs.owner import ASIDE, OWNER, claim_output, output_owner, release_output
 from minisgl_jobs.parts import (
@@ -68,7 +69,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens, cached_tokens, completion_tokens: of all results; cached ones are among the prompts'.
         finished_at: when the last part was there.
         chat: as in `JobSpec`.
-        rows_sha256, token_ids, kept: as in `JobSpec`; a job that goes on with this dataset must have the same.
+        rows_sha256, token_ids: as in `JobSpec`; a job that goes on with this dataset must have the same.
+        kept_columns: columns of the input that are copied, and their types; the same holds.
         engine: what ran: sha256 of weights and tokenizer, chat template, dtype, attention backend, page size, tp.
         parts: in chunk order.
     """
@@ -98,7 +100,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     chat: bool = False
     rows_sha256: str = ""
     token_ids: bool = False
-    kept: bytes = b""
+    kept_columns: dict[str, str] = {}
     parts: list[ManifestPart]
 
     @property
@@ -144,7 +146,7 @@ def make_manifest(
         chat=spec.chat,
         rows_sha256=spec.rows_sha256,
         token_ids=spec.token_ids,
-        kept=spec.kept,
+        kept_columns=column_types(spec.kept),
         parts=[ManifestPart(p.name, p.info.num_rows, p.num_bytes, p.info.input_sha256) for p in parts],
     )
     foreign = [part.name for part in parts if part.info.job_id != spec.job_id]

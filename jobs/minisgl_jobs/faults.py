@@ -6,6 +6,7 @@ Knows nothing of how rows are read. Called by the row reader; the command line r
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from minisgl_batch.words import UNSAFE
 MAX_SHOWN = 20
 COLUMNS = ("line", "field", "problem", "what to do")
 
+_OPTION = re.compile(r"`(\w+)(=False)?`")
 _MAX_CELL_CHARS = 240
 _MAX_VALUE_CHARS = 40
 
@@ -72,9 +74,12 @@ def render_faults(faults: Sequence[Fault], num_faults: int) -> str:
 
 
 def describe_fault(fault: Fault) -> str:
-    """A fault as one sentence without the file's name, for the message of an error row."""
+    """A fault as one sentence without the file's name, for the message of an error row.
+
+    It names options as programs do and as the command line does: rows are the same whoever submits them.
+    """
     field = f"{fault.field} " if fault.field else ""
-    return f"{fault.place or f'line {fault.line}'}: {field}{fault.problem} ({fault.hint})"
+    return f"{fault.place or f'line {fault.line}'}: {field}{fault.problem} ({_OPTION.sub(_both_names, fault.hint)})"
 
 
 def show(value: Any) -> str:
@@ -94,6 +99,11 @@ def kind(value: Any) -> str:
 def as_text(value: Any) -> str:
     """What to do about a value that must be a string."""
     return f'write it in quotes: "{show(value)}"' if isinstance(value, bool | int | float) else "give a text"
+
+
+def _both_names(option: re.Match[str]) -> str:
+    name, is_off = option[1], option[2] or ""
+    return f"{name}{is_off}/{'--no-' if is_off else '--'}{name.replace('_', '-')}"
 
 
 def _printable(text: str) -> str:

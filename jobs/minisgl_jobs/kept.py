@@ -1,15 +1,17 @@
 """Input columns that are copied to the output (`--keep-columns`), typed as in the input.
 
-A table's columns keep their Arrow types. In JSONL and CSV a value's type shows only when all rows were read, so their
-values travel as JSON and get their types when a part is written. Knows nothing of files. Called by submissions, which
-collect them, and by whoever writes parts.
+A table's columns keep their Arrow types. In JSONL and CSV a column's type shows only when all rows were read, so their
+values (of CSV, texts) travel as JSON and get their types when a part is written. Knows nothing of files. Called by
+submissions, which collect them, and by whoever writes parts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +23,10 @@ from minisgl_jobs.results import OPTIONAL_COLUMNS, result_schema
 
 _AS_JSON = b"minisgl_json"  # in the metadata of a schema whose columns travel as JSON
 _INT64 = range(-(1 << 63), 1 << 63)
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")  # as in JSON: 007 is a text
+_MAX_NUMBER_CHARS = 400
+_FLAGS = {text: text.lower() == "true" for text in ("true", "false", "True", "False", "TRUE", "FALSE")}
+_LIST = "list of "
 
 
 class KeptRows:
@@ -49,15 +55,14 @@ class KeptRows:
             self._rows.append((record.kept, record.number))
             return
         if isinstance(record, TableRow):
-            texts: tuple[str | None, ...] = record.texts or (None,) * len(self._columns)
-            values: Iterable[Any] = texts
+            values: Sequence[Any] = record.cells or (None,) * len(self._columns)
+            kinds_of: Callable[[Any], Iterable[str]] = _cell_kinds
         else:
-            values = [fields.get(column) for column in self._columns]
-            texts = tuple(None if value is None else json.dumps(value, ensure_ascii=False) for value in values)
+            values, kinds_of = [fields.get(column) for column in self._columns], _kinds
         for kinds, value in zip(self._kinds, values, strict=True):
-            if value is not None:
-                kinds.add(_kind(value))
-        self._rows.append(texts)
+            if value is not None and "text" not in kinds:
+                kinds.update(kinds_of(value))
+        self._rows.append(tuple(None if value is None else json.dumps(value, ensure_ascii=False) for value in values))
 
     def take(self) -> pa.Table | None:
         """The columns of the rows since the last time; None when no columns are kept."""
@@ -106,6 +111,11 @@ def kept_schema(schema: bytes) -> pa.Schema:
     if not schema:
         return pa.schema([])
     return pa.ipc.read_schema(pa.py_buffer(schema)).remove_metadata()
+
+
+def column_types(schema: bytes) -> dict[str, str]:
+    """What the columns that `KeptRows.schema` describes are called, and their types, to be read by people."""
+    return {field.name: str(field.type) for field in kept_schema(schema)}
 
 
 def typed(table: pa.Table, schema: bytes) -> pa.Table:
@@ -177,6 +187,28 @@ def _runs(rows: Sequence[Any]) -> Iterable[pa.RecordBatch]:
             start = end
 
 
+def _kinds(value: Any) -> Iterable[str]:
+    """What a value of JSON is; of a list, what its items are, too."""
+    if not isinstance(value, list):
+        return (_kind(value),)
+    return {_LIST, *(_LIST + _kind(item) for item in value if item is not None)}
+
+
+def _cell_kinds(cell: str) -> Iterable[str]:
+    """What a cell of CSV is; an empty one says nothing."""
+    return (_kind(_cell_value(cell)),) if cell else ("nothing",)
+
+
+def _cell_value(cell: str) -> Any:
+    """The number or flag that a cell of CSV holds, None for an empty one, else its text."""
+    if not cell or cell in _FLAGS:
+        return _FLAGS.get(cell)
+    if len(cell) > _MAX_NUMBER_CHARS or not _NUMBER.fullmatch(cell):
+        return cell
+    value = json.loads(cell)
+    return value if math.isfinite(value) else cell
+
+
 def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "bool"
@@ -188,18 +220,35 @@ def _kind(value: Any) -> str:
 
 
 def _common_type(kinds: set[str]) -> pa.DataType:
-    """What holds all values of a column; text, with JSON in it, where nothing else does."""
+    """What holds all values of a column; text, with JSON in it where they aren't texts, where nothing else does."""
+    kinds = kinds - {"nothing"}
     if kinds == {"bool"}:
         return pa.bool_()
     if kinds == {"int"}:
         return pa.int64()
-    return pa.float64() if kinds <= {"int", "float"} else pa.string()
+    if kinds and kinds <= {"int", "float"}:
+        return pa.float64()
+    if kinds and all(kind.startswith(_LIST) for kind in kinds):
+        items = {kind.removeprefix(_LIST) for kind in kinds - {_LIST}}
+        item = _common_type(items)
+        if items <= {"text"} or not pa.types.is_string(item):
+            return pa.list_(item)
+    return pa.string()
 
 
 def _from_json(text: str | None, kind: pa.DataType) -> Any:
     if text is None:
         return None
     value = json.loads(text)
-    if pa.types.is_string(kind) and not isinstance(value, str):
-        return text
-    return float(value) if pa.types.is_float64(kind) else value
+    if pa.types.is_string(kind):
+        return value if isinstance(value, str) else text
+    if isinstance(value, str):
+        value = _cell_value(value)
+    if pa.types.is_list(kind):
+        return [_as_number(item, kind.value_type) for item in value]
+    return _as_number(value, kind)
+
+
+def _as_number(value: Any, kind: pa.DataType) -> Any:
+    """A value, whole numbers as floats where the others aren't whole."""
+    return float(value) if value is not None and pa.types.is_float64(kind) else value

@@ -39,14 +39,14 @@ class TableRow(NamedTuple):
     Attributes:
         values: of the columns that make the row; null columns are left out.
         problem: why it can't be used.
-        texts: cells that are copied to the output, as JSON, where the table has no types.
+        cells: those that are copied to the output, where the table has no types.
         kept: the columns that are copied to the output, of all rows that were read with this one, where it has.
         number: which of these rows this is.
     """
 
     values: dict[str, Any]
     problem: FieldError | None = None
-    texts: tuple[str, ...] = ()
+    cells: tuple[str, ...] = ()
     kept: pa.RecordBatch | None = None
     number: int = 0
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import pyarrow as pa
 
 from minisgl_batch.errors import OutputError, OutputTakenError
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.dataset import Manifest, read_manifest
-from minisgl_jobs.kept import kept_schema
+from minisgl_jobs.kept import column_types
 from minisgl_jobs.model import JobSpec
 from minisgl_jobs.owner import read_owner
 from minisgl_jobs.parts import PartInfo, part_names, read_part
@@ -108,7 +107,7 @@ def spec_facts(spec: JobSpec) -> dict[str, Any]:
     """What makes a job that job."""
     return {
         **option_facts(spec.model, spec.params, spec.system, spec.chunk_rows, token_ids=spec.token_ids),
-        "keep_columns": _columns(spec.kept),
+        "keep_columns": column_types(spec.kept),
         "number of rows": spec.num_rows,
         ROWS: spec.rows_sha256,
     }
@@ -185,15 +184,10 @@ def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
     options = (manifest.model, manifest.sampling, manifest.system, manifest.chunk_rows)
     return {
         **option_facts(*options, token_ids=manifest.token_ids),
-        "keep_columns": _columns(manifest.kept),
+        "keep_columns": manifest.kept_columns,
         "number of rows": manifest.num_rows,
         ROWS: manifest.rows_sha256,
     }
-
-
-def _columns(kept: bytes) -> list[str]:
-    fields: list[pa.Field] = list(kept_schema(kept))
-    return [f"{field.name} ({field.type})" for field in fields]
 
 
 def _show(value: Any) -> str:

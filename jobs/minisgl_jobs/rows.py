@@ -15,7 +15,7 @@ from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.words import is_unicode
 from minisgl_jobs.custom_ids import CustomIdIndex
 from minisgl_jobs.faults import MAX_SHOWN, FaultLog, FieldError, as_text, describe_fault, kind, show
-from minisgl_jobs.fields import PROMPT_FIELDS
+from minisgl_jobs.fields import ENVELOPE_FIELDS, PARAM_FIELDS, PROMPT_FIELDS, ROW_FIELDS
 from minisgl_jobs.inputs import Columns
 from minisgl_jobs.jsonl import parse_object
 from minisgl_jobs.kept import KeptRows
@@ -159,6 +159,8 @@ class RowReader:
         self._column = None if column is None else (column, "prompt" if messages is None else "messages")
         self._is_bare = not self._options.settings
         self._prompt_fields = list(self._options.columns.wanted)
+        meant = PARAM_FIELDS if self._prompt_fields else ROW_FIELDS
+        self._data = frozenset(self._options.keep_columns).difference(meant, self._prompt_fields)
         self._makes_chat = self._options.makes_chat
         self._is_whole = is_whole
         self._custom_ids = CustomIdIndex()
@@ -214,8 +216,7 @@ class RowReader:
                 raise record.problem
             else:
                 fields = record.values
-            used = {name: fields[name] for name in self._prompt_fields if name in fields} if self._is_bare else fields
-            return self._checked_row(row_index, number, place, used, record)
+            return self._checked_row(row_index, number, place, self._without_data(fields), record)
         except FieldError as found:
             fault = found.at(file, number, place)
         finally:
@@ -230,6 +231,13 @@ class RowReader:
             metadata="" if self._is_bare else _readable(lambda: self._metadata(fields, record)),
             error=RowError("invalid_request", describe_fault(fault)),
         )
+
+    def _without_data(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields that mean something, or are to be refused: without those that are only copied."""
+        if self._is_bare:
+            return {name: fields[name] for name in self._prompt_fields if name in fields}
+        data = self._data - ENVELOPE_FIELDS if "body" in fields else self._data
+        return {name: value for name, value in fields.items() if name not in data} if data else fields
 
     def _checked_row(self, row_index: int, number: int, place: str, fields: dict[str, Any], record: Record) -> Row:
         custom_id = read_custom_id(fields)

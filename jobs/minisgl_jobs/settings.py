@@ -171,9 +171,10 @@ def refuse_unknown(fields: dict[str, Any], prefix: str, known: frozenset[str] = 
         if field in known or _makes_no_difference(prefix, field, value, fields):
             continue
         near = nearest(field, known)
-        hint = (
-            f"did you mean {near}? Otherwise move it under metadata" if near else "move it under metadata or remove it"
+        away = (
+            "move it under metadata" if prefix else "move it under metadata, or copy it to the output: `keep_columns`"
         )
+        hint = f"did you mean {near}? Otherwise {away}" if near else f"{away}, or remove it"
         if near in PROMPT_COLUMNS and not prefix:
             hint = f"did you mean {near}? Rename it, or say {PROMPT_COLUMNS[near]} {field} (or `template`)"
         raise FieldError(prefix + field, "isn't a known field", hint)

@@ -19,7 +19,7 @@ class Progress:
         tokens_per_s: that the job's workers generate, for all of their jobs.
         cached_share: of the prompt tokens of these workers since they started; None when nothing ran yet.
         trouble: what keeps it from getting on although workers have rows of it, such as a full disk; "" for nothing.
-        eta_s: until the last row, from the rows so far; None when nothing can be said.
+        eta_s: until the last row, from the rows so far; None when nothing can be said, as while it waits.
     """
 
     status: JobStatus
@@ -54,7 +54,7 @@ def measure(status: JobStatus, workers: Iterable[WorkerInfo]) -> Progress:
         rows_done=rows_done,
         tokens_per_s=sum(worker.tokens_per_s for worker in working),
         cached_share=sum(worker.cached_tokens for worker in working) / prompt_tokens if prompt_tokens else None,
-        eta_s=None if trouble else _eta(status, rows_done),
+        eta_s=None if trouble or status.waiting else _eta(status, rows_done),
         trouble=trouble,
     )
 

@@ -65,7 +65,8 @@ class ChatOptions:
         for field, value in given.items():
             if value:
                 raise RequestError(
-                    "invalid_request", f"{field}: only messages are rendered by the chat template (or use `chat`)"
+                    "invalid_request",
+                    f"{field}: only messages are rendered by the chat template (or use chat=True, --chat)",
                 )
 
 

@@ -6,6 +6,7 @@ Over 400 lines since all of it runs over the same inputs, one of each format.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import datetime
 import gzip
 import io
@@ -180,18 +181,26 @@ def test_large_inputs_are_left_where_they_are(
 
 
 def test_faulty_rows_by_reference(tmp_path: Path) -> None:
-    lines = [{"custom_id": "a", "prompt": "1"}, {"custom_id": "a", "prompt": "2"}, {"prompt": 3}, {"prompt": "4"}]
+    lines = [
+        {"custom_id": "a", "prompt": "1"},
+        {"custom_id": "a", "prompt": "2"},
+        {"prompt": 3},
+        {"prompt": "4"},
+        {"promt": "5"},
+    ]
     source = write_jsonl(tmp_path / "in.jsonl", lines)
     read = ReadOptions(on_error="record")
     with prepare(
         source, model="m", output=tmp_path / "o", read=read, chunk_rows=1, transport="reference"
     ) as submission:
-        first, second, third, fourth = all_rows(read_chunks(submission))
+        first, second, third, fourth, fifth = all_rows(read_chunks(submission))
     assert (first.error, fourth.error) == (None, None)
     assert second.error is not None
     assert "stands on line 1 already" in second.error.message
     assert third.error is not None
     assert third.error.message.startswith("line 3: prompt must be a string")
+    assert fifth.error is not None
+    assert "say prompt_column/--prompt-column promt (or template/--template)" in fifth.error.message
 
 
 def test_types_of_kept_columns(tmp_path: Path) -> None:
@@ -208,15 +217,76 @@ def test_types_of_kept_columns(tmp_path: Path) -> None:
     assert kept.schema.types == [pa.date32(), pa.decimal128(3, 2), pa.list_(pa.string()), pa.string(), pa.int64()]
     assert kept.to_pylist()[0] == {name: rows[0][name] for name in kept.column_names}
 
-    values = {"i": [1, 2], "f": [1, 2.5], "b": [True, None], "s": ["x", "y"], "o": [{"a": 1}, "z"], "m": [1, "1"]}
+    texts = {
+        "s": ["x", "y"],
+        "o": [{"a": 1}, "z"],
+        "m": [1, "1"],
+        "d": [[[1]], [[2]]],
+        "w": [[1], ["x"]],
+        "v": [[1], 1],
+    }
+    lists = {"t": [["x"], []], "u": [[1, None], [2]], "g": [[1, 2.5], None], "e": [[], [None]]}
+    values = {"i": [1, 2], "f": [1, 2.5], "b": [True, None], **texts, **lists}
     lines = [{"prompt": "a", **{name: both[i] for name, both in values.items()}} for i in range(2)]
-    read = ReadOptions(template="{prompt}", keep_columns=tuple(values))
+    read = ReadOptions(keep_columns=tuple(values))
     with prepare(write_jsonl(tmp_path / "in.jsonl", lines), model="m", output=tmp_path / "o", read=read) as submission:
         kept = read_chunks(submission)[0].kept
     assert kept is not None
     text = pa.string()
-    assert kept.schema.types == [pa.int64(), pa.float64(), pa.bool_(), text, text, text]
-    assert kept.to_pydict() == {**values, "f": [1.0, 2.5], "o": ['{"a": 1}', "z"], "m": ["1", "1"]}
+    kinds = [pa.list_(kind) for kind in (text, pa.int64(), pa.float64(), text)]
+    assert kept.schema.types == [pa.int64(), pa.float64(), pa.bool_(), *[text] * len(texts), *kinds]
+    as_json = {"d": ["[[1]]", "[[2]]"], "w": ["[1]", '["x"]'], "v": ["[1]", "1"]}
+    assert kept.to_pydict() == {**values, "o": ['{"a": 1}', "z"], "m": ["1", "1"], **as_json}
+
+
+@pytest.mark.parametrize(
+    ("cells", "values"),
+    [
+        (["1", "", "-20"], [1, None, -20]),
+        (["1", "2.5", ""], [1.0, 2.5, None]),
+        (["1e3", "0", "-0.5E-1"], [1000.0, 0.0, -0.05]),
+        (["True", "false", ""], [True, False, None]),
+        (["", "", ""], ["", "", ""]),
+        (["007", "8", ""], ["007", "8", ""]),
+        (["1.50", "x", ""], ["1.50", "x", ""]),
+        (["1", "True", "0x1F"], ["1", "True", "0x1F"]),
+        (["9223372036854775807", "1", "2"], [2**63 - 1, 1, 2]),
+        (["9223372036854775808", "1", "2"], ["9223372036854775808", "1", "2"]),
+        (["1e999", "1.5", "2"], ["1e999", "1.5", "2"]),
+        (["9" * 5000, "1", "2"], ["9" * 5000, "1", "2"]),
+        (["NaN", "1.5", "[1]"], ["NaN", "1.5", "[1]"]),
+    ],
+)
+@pytest.mark.parametrize("transport", ["value", "reference"])
+def test_types_of_kept_columns_of_csv(tmp_path: Path, transport: Any, cells: list[str], values: list[Any]) -> None:
+    """The same in every chunk, whatever its cells alone would say."""
+    source = write_csv(tmp_path / "in.csv", [{"prompt": "a", "kept": cell} for cell in cells])
+    read = ReadOptions(keep_columns=("kept",))
+    with prepare(source, model="m", output=tmp_path / "o", read=read, chunk_rows=1, transport=transport) as submission:
+        tables = [chunk.kept for chunk in read_chunks(submission).values()]
+    found = pa.concat_tables([table for table in tables if table is not None])["kept"].to_pylist()
+    assert (found, [*map(type, found)]) == (values, [*map(type, values)])
+
+
+def test_kept_fields_of_json_lines_are_data(tmp_path: Path) -> None:
+    """Whatever they are called, as columns of tables are."""
+    ask = {"prompt": "a", "max_tokens": 3}
+    batch = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 3}}
+    for line, extra, read in (
+        (ask, {"label": "x", "max_token": 5, "stream": True, "url": "x://"}, ReadOptions()),
+        (batch, {"label": "x"}, ReadOptions()),
+        ({"q": "a", "max_tokens": 3}, {"prompt": "b", "max_token": 5}, ReadOptions(prompt_column="q")),
+        ({"q": "a", "max_tokens": 3}, {"messages": [], "max_token": 5}, ReadOptions(template="{q}", chat=False)),
+    ):
+        source = write_jsonl(tmp_path / "in.jsonl", [{**line, **extra}])
+        with pytest.raises(InvalidInputError):
+            prepare(source, model="m", output=tmp_path / "o", read=read)
+        read = dataclasses.replace(read, keep_columns=tuple(extra))
+        with prepare(source, model="m", output=tmp_path / "o", read=read, transport="reference") as submission:
+            chunk = read_chunks(submission)[0]
+        assert (chunk.rows[0].prompt, chunk.rows[0].params.max_tokens) == ("a", 3)
+        assert chunk.kept is not None
+        assert list(chunk.kept.to_pylist()[0].values()) == list(extra.values())
 
 
 def test_templates_and_messages_of_tables(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -75,17 +76,18 @@ def test_an_idle_group_says_that_nothing_runs() -> None:
     row_work = SimpleNamespace(lease=SimpleNamespace(is_solo=False), next_part=lambda: None)
     stubs.works.append(row_work)
 
+    stats = EngineStats(num_running=3, num_waiting=2, prompt_tokens=7)
+    stubs.frontend._rate.since, stubs.frontend._rate.per_s = time.monotonic(), 514.0
+
     def last_step() -> list[FromEngine]:
         stubs.works.clear()
         empty: Any = b""
-        return [
-            StepOutput(empty, empty, empty, empty, empty, EngineStats(num_running=3, num_waiting=2, prompt_tokens=7))
-        ]
+        return [StepOutput(empty, empty, empty, empty, empty, stats)]
 
     stubs.receive = last_step
     stubs.frontend.run(10)
     assert stubs.infos[-1].prompt_tokens == 7
-    assert {(info.num_running, info.num_waiting) for info in stubs.infos} == {(0, 0)}
+    assert {(info.num_running, info.num_waiting, info.tokens_per_s) for info in stubs.infos} == {(0, 0, 0.0)}
 
 
 def run_chunk(spec: JobSpec, rows: list[Row], *holds: bool) -> tuple[ChunkWork, list[AddRequests]]:

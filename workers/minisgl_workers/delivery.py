@@ -374,6 +374,8 @@ class Delivery:
     def _let_go(self, work: ChunkWork) -> None:
         self.works.remove(work)
         self._keeper.remove(work.lease)
+        if not self.works:
+            self._due["heartbeat"] = 0.0  # nobody is to take an idle group for a busy one
 
     # ------------------------------------------------------------- timing
 

@@ -158,7 +158,7 @@ class Frontend:
         num_running = min(self._stats.num_running, len(self._running))  # the last step's may have finished
         return msgspec.structs.replace(
             self._info,
-            tokens_per_s=self._rate.per_s,
+            tokens_per_s=self._rate.per_s if self._running else 0.0,
             num_running=num_running,
             num_waiting=len(self._running) - num_running,
             prompt_tokens=self._stats.prompt_tokens,

@@ -283,6 +283,28 @@ def test_a_table_is_left_where_it_is_and_its_columns_come_out(
     assert "queued" not in again.stderr
 
 
+@pytest.mark.parametrize("transport", ["--by-reference", "--by-value"])
+def test_columns_of_csv_and_json_lines_come_out_with_types(
+    run_cli: RunCli, client: redis.Redis, tmp_path: Path, transport: str
+) -> None:
+    (tmp_path / "in.csv").write_text("prompt,id,score\na,1,0.5\nb,,2\n")
+    write_rows(tmp_path / "in.jsonl", [{"prompt": "a", "label": "2", "tags": ["x"]}, {"prompt": "b", "label": "3"}])
+    for name, types, last in (
+        ("csv", {"id": "int64", "score": "double"}, [None, 2.0]),
+        ("jsonl", {"label": "string", "tags": "list<item: string>"}, ["3", None]),
+    ):
+        out = tmp_path / name
+        columns = ("--keep-columns", ",".join(types), "--chunk-rows", 1, transport, "--wait")
+        arguments = ("submit", tmp_path / f"in.{name}", "--model", MODEL, "-o", out, *columns)
+        with EchoWorker(client):
+            run_cli(*arguments)
+            assert "nothing left to do" in run_cli(*arguments).stderr
+        table = pq.read_table(out).select(list(types))
+        assert {field.name: str(field.type).replace("element", "item") for field in table.schema} == types
+        assert list(table.to_pylist()[1].values()) == last
+        assert json.loads((out / "_manifest.json").read_bytes())["kept_columns"] == types
+
+
 def test_a_job_that_is_under_way_is_not_queued_anew(
     run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
 ) -> None:

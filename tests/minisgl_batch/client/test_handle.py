@@ -6,12 +6,14 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis
 
 from minisgl_batch.client import Client, JobHandle
+from minisgl_batch.client.progress import measure
 from minisgl_batch.errors import (
     JobStateError,
     JobTimeoutError,
@@ -87,6 +89,8 @@ def test_a_running_job(client: redis.Redis, submit: Callable[..., JobHandle]) ->
         assert (progress.state, progress.rows_done, progress.num_rows) == (JobState.RUNNING, 2, 4)
         assert (progress.tokens_per_s, progress.cached_share) == (123.0, 0.25)
         assert progress.eta_s is not None
+        left_alone = replace(progress.status, num_workers=0)  # with rows that are done, and no end in sight
+        assert measure(left_alone, ()).eta_s is None
         with pytest.raises(JobStateError, match="is running: wait for its end, or ask for partial results"):
             job.results()
         assert texts(job.rows(partial=True)) == {0: "echo a", 1: "echo b"}
