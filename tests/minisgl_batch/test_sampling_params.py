@@ -190,9 +190,7 @@ def test_parameters_that_there_are_not(field: str, value: Any, problem: str) -> 
 
 
 def test_values_without_a_name() -> None:
-    with pytest.raises(
-        UsageError, match=r"^SamplingParams takes arguments by name, such as n=.* or .*: name 0\.5$"
-    ):
+    with pytest.raises(UsageError, match=r"^SamplingParams takes arguments by name, such as n=.* or .*: name 0\.5$"):
         SamplingParams(0.5)  # type: ignore[misc]
     with pytest.raises(UsageError, match=r"^StructuredOutputsParams takes arguments by name, .*: name 'a'$"):
         StructuredOutputsParams("a")  # type: ignore[misc]
