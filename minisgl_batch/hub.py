@@ -5,6 +5,7 @@ Knows nothing of what is inside. Called by tokenizers (frontend) and weight load
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from importlib.resources import files
@@ -21,6 +22,7 @@ _TEXT_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_COPIES = ["original/*", "consolidated*"]  # gpt-oss' and Mistral's weights once more, as their makers name them
 _ADAPTER = "adapter_config.json"
+_NUM_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of a file of weights
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -57,6 +59,26 @@ def model_path(model: str, revision: str | None = None, *, weights: bool = True)
 def commit_of(path: Path) -> str | None:
     """The commit of a hub id's files in the hub's cache; None for other folders."""
     return path.name if path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name) else None
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells a model's files from others, without reading all of them: 16 hex digits.
+
+    Texts count as a whole; weights by their size and by samples that are spread over each file.
+    """
+    found = hashlib.sha256()
+    for pattern in (*_TEXT_FILES, *_WEIGHT_FILES):
+        for path in sorted(folder.glob(pattern)):
+            size = path.stat().st_size
+            found.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                if pattern in _TEXT_FILES:
+                    found.update(file.read())
+                else:
+                    for sample in range(_NUM_SAMPLES):
+                        file.seek(size * sample // _NUM_SAMPLES)
+                        found.update(file.read(_SAMPLE_BYTES))
+    return found.hexdigest()[:16]
 
 
 def folder_of(model: str, revision: str | None) -> str:

@@ -20,13 +20,14 @@ from minisgl_batch.errors import OutputError, OutputLostError, OutputTakenError,
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.words import count
 from minisgl_jobs.kept import column_types
-from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, decode_record
+from minisgl_jobs.model import SCHEMA_VERSION, EngineInfo, InputInfo, JobSpec, JobState, decode_record
 from minisgl_jobs.owner import ASIDE, OWNER, claim_output, output_owner, release_output
 from minisgl_jobs.parts import (
     PART_PATTERN,
     PENDING_PATTERN,
     TOKEN_COUNTS,
     Part,
+    distinct,
     is_folder,
     list_folder,
     part_name,
@@ -71,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         chat: as in `JobSpec`.
         rows_sha256, token_ids: as in `JobSpec`; a job that goes on with this dataset must have the same.
         kept_columns: columns of the input that are copied, and their types; the same holds.
-        engine: what ran: sha256 of weights and tokenizer, chat template, dtype, attention backend, page size, tp.
+        engines: what has generated the rows, in the order of the parts; each part names its own in its metadata.
         parts: in chunk order.
     """
 
@@ -93,7 +94,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     system: str | None
     input: InputInfo
-    engine: dict[str, str | int | float | bool | None]
+    engines: list[EngineInfo] = []
     submitted_at: datetime
     finished_at: datetime
     chunk_rows: int
@@ -116,7 +117,6 @@ def make_manifest(
     epoch: int,
     num_ok: int,
     num_errors: int,
-    engine: dict[str, str | int | float | bool | None] | None = None,
     reason: str | None = None,
 ) -> Manifest:
     """The manifest of a job that has just ended with `parts`.
@@ -139,7 +139,7 @@ def make_manifest(
         sampling=spec.params,
         system=spec.system,
         input=spec.input,
-        engine=engine or {},
+        engines=distinct(engine for part in parts for engine in part.info.engines),
         submitted_at=datetime.fromtimestamp(spec.submitted_at, timezone.utc),
         finished_at=datetime.now(timezone.utc),
         chunk_rows=spec.chunk_rows,

@@ -28,6 +28,7 @@ from minisgl_jobs.parts import (
     Part,
     PartInfo,
     commit_part,
+    distinct,
     output_place,
     part_name,
     pending_name,
@@ -135,10 +136,13 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: A
         path = folder / part_name(chunk)
         rows, kept, sha256 = job.spec.chunk_range(chunk), None, ""
         results = {key: decode_result(data) for key, data in outbox.spooled(job.spec.job_id, chunk).items()}
+        engines = job.engines if results else []
         if path.exists():
-            if read_part(path).info.epoch == job.epoch:
+            before = read_part(path).info
+            if before.epoch == job.epoch:
                 continue  # this was done before
-            part, sha256 = read_part_table(path), read_part(path).info.input_sha256
+            part, sha256 = read_part_table(path), before.input_sha256
+            engines = [*before.engines, *engines]
             old = table_to_results(part)
             results = {(result.row_index, result.sample_index): result for result in old} | results
             kept = columns_of(part, rows, job.spec.kept)
@@ -155,6 +159,7 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: A
             input_sha256=sha256,
             num_rows=table.num_rows,
             is_whole=False,
+            engines=distinct(engines),
         )
         token = f"finalise-{secrets.token_hex(8)}"  # in place of a lease's; another finalise may be at the same
         write_part(folder, table, info, token, roots=roots)
@@ -187,7 +192,6 @@ def _manifest(job: FinalisingJob, folder: Place, damage: str) -> Manifest:
         epoch=job.epoch,
         num_ok=rows_ok,
         num_errors=rows_error,
-        engine=dict(job.engine),
         reason=reason,
     )
 

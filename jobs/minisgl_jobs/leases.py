@@ -22,11 +22,11 @@ from minisgl_batch.errors import DamagedJobError
 from minisgl_batch.words import one_line
 from minisgl_jobs.connection import SOCKET_TIMEOUT_S
 from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
-from minisgl_jobs.model import SCHEMA_VERSION, JobSpec, JobState
+from minisgl_jobs.model import SCHEMA_VERSION, EngineInfo, JobSpec, JobState
 from minisgl_jobs.outbox import RETENTION_S
 from minisgl_jobs.scripts import Scripts, redis_errors
 from minisgl_jobs.spool import decode_spool, encode_batch, sample_name
-from minisgl_jobs.status import WorkerInfo
+from minisgl_jobs.status import WorkerInfo, decode_engines
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class Lease:
         num_deaths: workers that died over it.
         suspect: rows that ran, alone in their worker, when it died last; run them first, in smaller parts.
         lost_rows: rows to give up as `worker_lost`.
+        engines: what has generated rows of this job so far, `spooled` among them; this worker's own, too.
     """
 
     spec: JobSpec
@@ -82,6 +83,7 @@ class Lease:
     num_deaths: int = 0
     suspect: range | None = None
     lost_rows: tuple[int, ...] = ()
+    engines: tuple[EngineInfo, ...] = ()
 
     @property
     def rows(self) -> range:
@@ -107,7 +109,7 @@ class ChunkQueue:
         *,
         lease_s: float = LEASE_S,
         audit_s: float = AUDIT_S,
-        engine: Mapping[str, str | int | float | bool | None] | None = None,
+        engine: EngineInfo | None = None,
     ) -> None:
         """
         Args:
@@ -116,13 +118,14 @@ class ChunkQueue:
             worker_id: unique among living groups, without blanks.
             lease_s: how long a chunk stays with a group that went silent. Renew three times as often.
             audit_s: how often `take` runs an audit.
-            engine: what the manifests of jobs that start here say about the engine.
+            engine: what parts and manifests say about the engine.
         """
         self.keys = QueueKeys(queue_name(model))
         self.model = model
         self.worker_id = worker_id
         self.lease_s = lease_s
-        self._engine = json.dumps(dict(engine or {}))
+        self.engine: EngineInfo = engine or {}
+        self._engine = json.dumps(self.engine)
         self._client = client
         self._scripts = Scripts(client)
         self._audit_s = audit_s
@@ -311,7 +314,7 @@ def _log_damage(job_id: str, why: str) -> None:
 
 
 def _lease(token: str, reply: list[Any]) -> Lease:
-    _, _, chunk, attempt, epoch, spec, payload, poison, spool = reply
+    _, _, chunk, attempt, epoch, spec, payload, poison, spool, engines = reply
     deaths: dict[str, Any] = json.loads(poison) if poison else {"deaths": 0, "rows": {}}
     lost = tuple(sorted(int(row) for row, num in deaths["rows"].items() if num >= LOST_ROW_DEATHS))
     suspect = range(*map(int, deaths["suspect"])) if deaths.get("suspect") else None
@@ -328,4 +331,5 @@ def _lease(token: str, reply: list[Any]) -> Lease:
         num_deaths=int(deaths["deaths"]),
         suspect=suspect,
         lost_rows=lost,
+        engines=tuple(decode_engines(engines)),
     )

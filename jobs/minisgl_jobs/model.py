@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -23,6 +23,10 @@ _Record = TypeVar("_Record")
 # which it would drop. Between two releases it stays, as nobody runs a part of each.
 SCHEMA_VERSION = 1
 MAX_CHUNK_ROWS = 256
+
+
+EngineInfo: TypeAlias = dict[str, str | int | float | bool | dict[str, int | float] | None]
+"""What an engine says of itself: dtype, device, versions and all else that answers depend on, by name."""
 
 
 class JobState(str, Enum):

@@ -5,7 +5,6 @@ Knows the scripts and their answers, but nothing of Parquet or RQ. Called by the
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,10 @@ import redis
 
 from minisgl_batch.errors import DamagedJobError, JobNotFoundError
 from minisgl_jobs.keys import QueueKeys
-from minisgl_jobs.model import JobSpec, JobState
+from minisgl_jobs.model import EngineInfo, JobSpec, JobState
 from minisgl_jobs.scripts import Scripts, redis_errors
 from minisgl_jobs.spool import decode_spool
-from minisgl_jobs.status import decode_spec, reading_record
+from minisgl_jobs.status import decode_engines, decode_spec, reading_record
 
 RETENTION_S = 7 * 86400.0
 
@@ -42,7 +41,7 @@ class FinalisingJob:
         renames: committed chunk -> (token, epoch) of parts whose rename was not confirmed; -1 for a number that is
             none. `parts.pending_name` refuses what is damaged.
         left_over: chunks that were given back and not committed, such as those of a canceled job.
-        engine: what the worker that started the job said about its engine.
+        engines: those that have had chunks of the job.
         queued_at, started_at: Unix seconds, server clock.
     """
 
@@ -55,7 +54,7 @@ class FinalisingJob:
     rows_error: int
     renames: dict[int, tuple[str, int]]
     left_over: tuple[int, ...]
-    engine: dict[str, str | int | float | bool | None]
+    engines: list[EngineInfo]
     queued_at: float | None
     started_at: float | None
 
@@ -111,7 +110,7 @@ class Outbox:
             rows_error=int(fields[b"errors"]),
             renames=renames,
             left_over=tuple(sorted(map(int, todo))),
-            engine=dict(json.loads(fields.get(b"engine", b"{}"))),
+            engines=decode_engines(fields.get(b"engines", b"")),
             queued_at=_seconds(fields.get(b"queued_at")),
             started_at=_seconds(fields.get(b"started_at")),
         )

@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from minisgl_batch.errors import DamagedJobError, OutputDeniedError, OutputError, UsageError
-from minisgl_jobs.model import SCHEMA_VERSION
+from minisgl_jobs.model import SCHEMA_VERSION, EngineInfo
 from minisgl_jobs.places import Place, RemotePath, list_names, make_folder, move, num_bytes, place, remove, write_whole
 from minisgl_jobs.roots import AllowedRoots
 
@@ -49,6 +49,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_cut: result rows that ended for their length.
         is_whole: whether all rows of the chunk are there, as they are not where a job was canceled.
         prompt_tokens, cached_tokens, completion_tokens: of all of them together.
+        engines: what has generated its rows: one, or more where an engine went on with what another one had begun.
         schema_version: of the columns.
     """
 
@@ -63,6 +64,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    engines: list[EngineInfo] = []
     schema_version: int = SCHEMA_VERSION
 
 
@@ -72,6 +74,15 @@ class Part(msgspec.Struct, frozen=True):
     name: str
     num_bytes: int
     info: PartInfo
+
+
+def distinct(engines: Iterable[EngineInfo]) -> list[EngineInfo]:
+    """Each once, in the order of their first."""
+    found: list[EngineInfo] = []
+    for engine in engines:
+        if engine not in found:
+            found.append(engine)
+    return found
 
 
 def part_name(chunk: int) -> str:

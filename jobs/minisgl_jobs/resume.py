@@ -16,11 +16,12 @@ import msgspec
 
 from minisgl_batch.errors import OutputError, OutputTakenError
 from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.words import one_line
 from minisgl_jobs.dataset import Manifest, read_manifest
 from minisgl_jobs.kept import column_types
-from minisgl_jobs.model import JobSpec
+from minisgl_jobs.model import EngineInfo, JobSpec
 from minisgl_jobs.owner import read_owner
-from minisgl_jobs.parts import PartInfo, part_names, read_part
+from minisgl_jobs.parts import PartInfo, distinct, part_names, read_part
 from minisgl_jobs.places import Place
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Resumption:
         num_rows: rows that aren't generated again, those of unfinished chunks (about, with several samples a row)
             included.
         is_complete: whether nothing is left to do: all parts and `_SUCCESS` are there.
+        engines: what has generated the rows that are there.
     """
 
     epoch: int
@@ -85,6 +87,7 @@ class Resumption:
     num_failed: int = 0
     num_rows: int = 0
     is_complete: bool = False
+    engines: Sequence[EngineInfo] = ()
 
 
 def find_earlier(folder: Place) -> Earlier | None:
@@ -148,7 +151,20 @@ def resume(
         num_failed=sum(info.num_failed for info in whole),
         num_rows=sum(_num_ok(info, spec) for info in ours) + sum(done.values()),
         is_complete=earlier.is_complete and len(done) == spec.num_chunks,
+        engines=distinct(engine for info in ours for engine in info.engines),
     )
+
+
+def engine_differences(there: Sequence[EngineInfo], now: Sequence[EngineInfo]) -> str:
+    """What engines that have generated rows differ in from those that will: `dtype was float32 and is bfloat16`.
+
+    "" when these are among them, or when nothing is known of either.
+    """
+    old, new = next((engine for engine in there if engine not in now), None), next(iter(now), None)
+    if old is None or new is None:
+        return ""
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return ", ".join(one_line(f"{name} was {old.get(name)} and is {new.get(name)}") for name in names)
 
 
 def _num_ok(info: PartInfo, spec: JobSpec) -> int:

@@ -15,9 +15,10 @@ import msgspec
 
 from minisgl_batch.errors import DamagedJobError
 from minisgl_batch.words import count, one_line
-from minisgl_jobs.model import JobSpec, JobState, check_schema_version
+from minisgl_jobs.model import EngineInfo, JobSpec, JobState, check_schema_version
 
 spec_encoder = msgspec.msgpack.Encoder()
+_engine_decoder = msgspec.json.Decoder(EngineInfo)
 _spec_decoder = msgspec.msgpack.Decoder(JobSpec)
 
 
@@ -33,7 +34,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         num_running, num_waiting: requests in its engine.
         prompt_tokens, cached_tokens: of all prompts since its start, and how many of them the prefix cache had.
         trouble: why it takes no chunks and its finished ones wait, such as a full disk; "" for none.
-        description: dtype, device, attention backend and the like.
+        description: what its engine is.
     """
 
     worker_id: str
@@ -47,7 +48,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     trouble: str = ""
-    description: dict[str, str | int | bool] = {}
+    description: EngineInfo = {}
 
 
 _worker_decoder = msgspec.msgpack.Decoder(WorkerInfo)
@@ -174,6 +175,11 @@ def reading_record(key: str) -> Iterator[None]:
 def decode_worker(data: bytes) -> WorkerInfo:
     """A worker's registration."""
     return _worker_decoder.decode(data)
+
+
+def decode_engines(lines: bytes) -> list[EngineInfo]:
+    """The engines that have had chunks of a job, as its hash has them."""
+    return [_engine_decoder.decode(line) for line in lines.splitlines()]
 
 
 def decode_spec(fields: dict[bytes, bytes], job_id: str) -> JobSpec:

@@ -26,6 +26,7 @@ from minisgl_jobs.leases import LEASE_S
 from minisgl_jobs.roots import SEPARATOR, VARIABLE
 from minisgl_workers.options import DRAIN_S, HANG_S, INPUT_S, Node, WorkerOptions
 
+_FOR_THE_RECORD = ("model_fingerprint", "default_sampling", "minisgl_batch", "torch")  # see `workers --json`
 _ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq", "llguidance")
 
 
@@ -182,4 +183,5 @@ def worker_options(options: dict[str, Any], redis_url: str, node: Node | None = 
 
 def describe_engine(info: dict[str, dict[str, Any]]) -> str:
     """What a group that serves now runs on, from the ready information of its processes."""
-    return ", ".join(f"{name} {value}" for name, value in info["frontend"]["engine"].items())
+    engine = info["frontend"]["engine"]
+    return ", ".join(f"{name} {value}" for name, value in engine.items() if name not in _FOR_THE_RECORD)

@@ -46,7 +46,7 @@ from minisgl_jobs.owner import OWNER, claim_output, output_owner, release_output
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.places import Place
 from minisgl_jobs.queue import LOOK_S, JobQueue
-from minisgl_jobs.resume import Resumption
+from minisgl_jobs.resume import Resumption, engine_differences
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
 from minisgl_jobs.stores import url_scheme
@@ -208,6 +208,8 @@ class Client:
             self.refuse_running_output(folder, spec.job_id)
         self._warn_of_distant_workers(spec)
         resumption = submission.resumption
+        if resumption is not None and not resumption.is_complete:
+            self._warn_of_other_engines(spec, resumption)
         if resumption is not None and not self._begin_resuming(spec, resumption):
             return JobHandle(self._redis, self._queue, spec.job_id)
         if self._queue.create(spec, epoch=resumption.epoch if resumption is not None else 0):
@@ -262,6 +264,12 @@ class Client:
                 ", ".join(hosts),
                 spec.reference.uri,
             )
+
+    def _warn_of_other_engines(self, spec: JobSpec, resumption: Resumption) -> None:
+        """Log a warning when a job goes on with rows that the living workers would generate otherwise."""
+        engines = [worker.description for worker in self.workers(model=spec.model)]
+        if differences := engine_differences(resumption.engines, engines):
+            logger.warning("rows in %s are another engine's, and stay: %s", spec.output, differences)
 
     def check_predecessor(self, after: str) -> None:
         """Make sure that a new job may follow this one.

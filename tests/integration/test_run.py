@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from minisgl_batch.hub import DEMO_MODEL, model_path
 from tests.integration.conftest import Start
 from tests.jobs.helpers import wait_for
 from tests.minisgl_batch.cli.conftest import write_rows
@@ -103,8 +106,11 @@ def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Pa
 
 
 def test_failed_rows_of_a_run_are_told_and_run_again(start: Start, tmp_path: Path) -> None:
+    """By another engine: the manifest names both, and the sampling of each."""
+    model = tmp_path / "model"
+    shutil.copytree(model_path(DEMO_MODEL), model)
     source = write_rows(tmp_path / "in.jsonl", ["1 + 1 =", "What is 17 + 25, and what is 65 + 983?"])
-    run = ("run", source, "--model", "demo", "--max-tokens", 4)
+    run = ("run", source, "--model", model, "--max-tokens", 4)
     with start(*run, "--max-seq-len", 16) as first:
         first.finish(code=1)
     output = first.stdout.strip()
@@ -125,10 +131,16 @@ def test_failed_rows_of_a_run_are_told_and_run_again(start: Start, tmp_path: Pat
         "Z", "+00:00"
     )
     assert (Path(output) / "_manifest.json").read_bytes() == before
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
     with start(*run, "-o", output, "--retry-failed") as third:
         third.finish()
     assert f"1 of 2 rows are in {output}; 1 failed row runs again" in third.stderr
     assert "finished: 2 rows ok, 0 failed" in third.stderr
+    old, new = json.loads((Path(output) / "_manifest.json").read_text())["engines"]
+    assert (old["default_sampling"], new["default_sampling"]) == ({"temperature": 0}, {"temperature": 0.6, "top_k": 20})
+    assert {name for name in old if old[name] != new[name]} == {"default_sampling", "model_fingerprint"}
+    assert (old["device"], old["torch"]) == ("cpu", version("torch"))
+    assert "another engine's, and stay: model_fingerprint was " in third.stderr
 
 
 def test_an_interrupt_keeps_what_is_finished(start: Start, tmp_path: Path) -> None:

@@ -91,7 +91,6 @@ def make(folder: Path, num_chunks: int, state: JobState, epoch: int = 0) -> Mani
         epoch=epoch,
         num_ok=num_chunks * CHUNK_ROWS,
         num_errors=0,
-        engine={"dtype": "float32", "tp": 1},
     )
 
 

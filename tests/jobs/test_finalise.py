@@ -43,7 +43,12 @@ class Writer:
             for row in rows
         ]
         info = PartInfo(
-            job_id=lease.spec.job_id, chunk=lease.chunk, epoch=lease.epoch, input_sha256="x", num_rows=len(rows)
+            job_id=lease.spec.job_id,
+            chunk=lease.chunk,
+            epoch=lease.epoch,
+            input_sha256="x",
+            num_rows=len(rows),
+            engines=[self.chunks.engine],
         )
         write_part(self.folder, results_to_table(results), info, lease.token)
 
@@ -83,7 +88,7 @@ def test_a_finished_job_has_manifest_and_success(writer: Writer) -> None:
     manifest = read_manifest(writer.folder)
     assert manifest is not None
     assert (manifest.state, manifest.num_ok, manifest.num_errors) == (JobState.FINISHED, 10, 0)
-    assert manifest.engine == {"dtype": "float32", "tp": 1}
+    assert manifest.engines == [{"dtype": "float32", "tp": 1}]
     assert (writer.folder / SUCCESS).is_file()
     assert read_dataset(writer.folder)["row_index"].to_pylist() == list(range(10))
 
@@ -182,7 +187,7 @@ def test_a_folder_that_leads_out_of_the_roots_by_now_gets_nothing(
 
 def test_damaged_records_of_a_job_that_is_finalised_end_it(writer: Writer, client: redis.Redis) -> None:
     writer.run()
-    client.hset(writer.outbox._keys.job(writer.spec.job_id), "engine", "7")
+    client.hset(writer.outbox._keys.job(writer.spec.job_id), "engines", "7")
     with pytest.raises(DamagedJobError):
         writer.finalise()
     assert writer.state is JobState.FAILED

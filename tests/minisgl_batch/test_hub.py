@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -12,7 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from minisgl_batch import LLM
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.errors import InvalidParameterError, ModelError, ModelNotFoundError, ModelUnavailableError
-from minisgl_batch.hub import DEMO_MODEL, commit_of, folder_of, model_path
+from minisgl_batch.hub import DEMO_MODEL, commit_of, fingerprint, folder_of, model_path
 from minisgl_workers.options import WorkerOptions
 from tests.minisgl_batch.hub_cache import HUB_ID, MAIN, OLD
 
@@ -34,6 +36,20 @@ def test_revisions(cache: Path, model: str, revision: str | None, commit: str) -
     fetched = options.fetched()
     assert fetched.model == options.model == model  # what jobs call it
     assert fetched.engine == fetched.fetched().engine == EngineConfig(model=str(path))
+
+
+def test_a_fingerprint_tells_replaced_files_from_the_same_in_another_place(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(model_path(DEMO_MODEL), here)
+    first = fingerprint(here)
+    assert first == fingerprint(model_path(DEMO_MODEL))
+    weights = here / "model.safetensors"
+    trained = bytearray(weights.read_bytes())
+    trained[-(len(trained) // 4) :] = os.urandom(len(trained) // 4)  # the header and the size stay
+    weights.write_bytes(trained)
+    second = fingerprint(here)
+    (here / "chat_template.jinja").write_text("other")
+    assert len({first, second, fingerprint(here)}) == 3
 
 
 def test_weights_that_lie_there_twice_are_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from minisgl_batch.errors import RequestError
 from minisgl_batch.tokenizer import SampleOutput
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.leases import LEASE_S, ChunkQueue
-from minisgl_jobs.model import JobState, Row
+from minisgl_jobs.model import EngineInfo, JobState, Row
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.roots import AllowedRoots
@@ -39,10 +39,11 @@ class Group:
         name: str = "group-1",
         lease_s: float = LEASE_S,
         roots: AllowedRoots | None = None,
+        engine: EngineInfo | None = None,
     ) -> None:
         self.client = client
-        self.queue, kept = (ChunkQueue(client, model, name, lease_s=lease_s) for _ in range(2))
-        self.info = WorkerInfo(name, model)
+        self.queue, kept = (ChunkQueue(client, model, name, lease_s=lease_s, engine=engine) for _ in range(2))
+        self.info = WorkerInfo(name, model, description=engine or {})
         self.keeper = LeaseKeeper(kept)  # renews when a test says so
         name = self.queue.keys.queue
         self.outbox = Outbox(client, name)
@@ -134,8 +135,10 @@ class Group:
 
 
 @contextmanager
-def group(client: redis.Redis, model: str, roots: AllowedRoots | None = None) -> Iterator[Group]:
-    made = Group(client, model, roots=roots)
+def group(
+    client: redis.Redis, model: str, roots: AllowedRoots | None = None, engine: EngineInfo | None = None
+) -> Iterator[Group]:
+    made = Group(client, model, roots=roots, engine=engine)
     yield made
     made.delivery.hand_back()
 

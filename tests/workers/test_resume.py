@@ -15,9 +15,9 @@ import redis
 from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.errors import OutputError, UsageError
 from minisgl_jobs.dataset import SUCCESS, read_manifest
-from minisgl_jobs.model import JobState
+from minisgl_jobs.model import EngineInfo, JobState
 from minisgl_jobs.owner import OWNER
-from minisgl_jobs.parts import part_name
+from minisgl_jobs.parts import part_name, read_part
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.submission import prepare
@@ -107,6 +107,49 @@ def test_a_canceled_job_goes_on(
         manifest = read_manifest(tmp_path / "out")
         assert manifest is not None
         assert (manifest.job_id, manifest.seed) == (first.id, first.status().spec.seed)
+
+
+def test_each_part_says_which_engines_have_generated_it(
+    client: redis.Redis, submit: Submit, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whole parts of one, a part that a second one finishes, and parts of the second."""
+    first: EngineInfo = {"dtype": "float32", "default_sampling": {"temperature": 0.5}, "page_size": 16}
+    second: EngineInfo = {"dtype": "bfloat16", "default_sampling": {"temperature": 0.5}, "page_size": 16}
+    with group(client, MODEL, engine=first) as worker:
+        job = submit()
+        do_chunks(worker, 2)
+        worker.run_some(worker.take(), 1)
+        cancel(worker, job)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert manifest.engines == [first]
+    client.flushall()
+    caplog.clear()
+    with group(client, MODEL, engine=second) as worker:
+        worker.queue.heartbeat(worker.info)
+        finish(worker, submit())
+    (warning,) = caplog.messages
+    assert warning.endswith("out are another engine's, and stay: dtype was float32 and is bfloat16")
+    engines = [read_part(tmp_path / "out" / part_name(chunk)).info.engines for chunk in range(ROWS // CHUNK)]
+    assert engines == [[first], [first], [first, second], [second], [second]]
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None
+    assert manifest.engines == [first, second]
+
+
+def test_a_chunk_that_another_engine_takes_over_names_both(client: redis.Redis, submit: Submit, tmp_path: Path) -> None:
+    with group(client, MODEL, engine={"tp": 1}) as first, group(client, MODEL, engine={"tp": 2}) as second:
+        job = submit(limit=CHUNK)
+        work = first.take()
+        first.run_some(work, 1)
+        first.queue.handback([work.lease])
+        while not job.status().state.is_final:
+            second.tick()
+            for taken in list(second.delivery.works):
+                second.run(taken)
+            second.end_jobs()
+    assert [row for row, _ in second.ran] == [1, 2, 3]
+    assert read_part(tmp_path / "out" / part_name(0)).info.engines == [{"tp": 1}, {"tp": 2}]
 
 
 @pytest.mark.parametrize("transport", ["value", "reference"])

@@ -81,7 +81,7 @@ class Delivery:
         self._held = HeldJobs(tasks.connection, outbox.queue)
         self._low_water = low_water
         self._loader = ChunkLoader(roots, limit_s=input_s)
-        self._writer = PartWriter(roots)
+        self._writer = PartWriter(roots, queue.engine)
         self._renamer = PartRenamer(roots)
         self._written: list[tuple[ChunkWork, Place]] = []  # on disk, to be committed
         self._unconfirmed: list[Lease] = []  # renames that Redis wasn't told of

@@ -12,13 +12,15 @@ import signal
 import socket
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
+from minisgl_batch._version import __version__
 from minisgl_batch.child_process import StatusPipe, run_child
 from minisgl_batch.errors import RequestError
-from minisgl_batch.hub import model_path
+from minisgl_batch.hub import fingerprint, model_path
 from minisgl_batch.messages import (
     AbortRequests,
     AddRequests,
@@ -39,7 +41,7 @@ from minisgl_batch.tokenizer import (
     resolve_request,
 )
 from minisgl_jobs.leases import ChunkQueue
-from minisgl_jobs.model import Row
+from minisgl_jobs.model import EngineInfo, Row
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.status import WorkerInfo
@@ -275,11 +277,18 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     options = config.options
     link = FrontendSide(Path(config.socket_directory))
     client = connect_patiently(options.redis_url)
-    tokenizer = ModelTokenizer.load(model_path(options.engine.model, options.engine.revision))
+    folder = model_path(options.engine.model, options.engine.revision)
+    tokenizer, files = ModelTokenizer.load(folder), fingerprint(folder)
     ready = _wait_for_engine(link)
+    engine: EngineInfo = {
+        **ready.description,
+        "model_fingerprint": files,
+        "default_sampling": dict(tokenizer.default_sampling.given),
+        "minisgl_batch": __version__,
+        "torch": version("torch"),
+    }
     queue, kept = (
-        ChunkQueue(client, options.model, config.worker_id, lease_s=options.lease_s, engine=ready.description)
-        for _ in range(2)
+        ChunkQueue(client, options.model, config.worker_id, lease_s=options.lease_s, engine=engine) for _ in range(2)
     )
     keeper, name = LeaseKeeper(kept), queue.keys.queue
     delivery = Delivery(
@@ -297,13 +306,13 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
         host=socket.gethostname(),
         pid=os.getpid(),
         since=time.time(),
-        description=ready.description,
+        description=engine,
     )
     publishing = Publishing(TokenPublisher(client, options.model))
     frontend = Frontend(delivery, publishing, link, tokenizer, info, status)
     signal.signal(signal.SIGTERM, lambda *_: frontend.drain(options.drain_s))
     queue.heartbeat(info)  # who is told that this group serves finds it among the workers
-    about = {"engine": ready.description, "max_seq_len": ready.max_seq_len, "num_pages": ready.num_pages}
+    about = {"engine": engine, "max_seq_len": ready.max_seq_len, "num_pages": ready.num_pages}
     status.ready(lambda: frontend.num_rounds, **about)
     keeper.start()
     frontend.run(ready.max_seq_len)

@@ -106,7 +106,7 @@ class _Reader:
         check_dataset(folder, lease.spec.job_id)
         work = ChunkWork(lease, self._chunks.read(lease.spec, lease.chunk, lease.payload))
         if lease.epoch > 0 or _is_on_disk(folder, lease):
-            work.keep(results_to_keep(folder, lease.chunk, work.input_sha256))
+            work.keep(*results_to_keep(folder, lease.chunk, work.input_sha256))
         return work
 
 

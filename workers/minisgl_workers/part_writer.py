@@ -15,7 +15,8 @@ from minisgl_batch.errors import DamagedJobError, OutputDeniedError, OutputError
 from minisgl_jobs.dataset import check_dataset
 from minisgl_jobs.kept import add_columns
 from minisgl_jobs.leases import Lease
-from minisgl_jobs.parts import PartInfo, commit_part, output_place, remove_file, write_part
+from minisgl_jobs.model import EngineInfo
+from minisgl_jobs.parts import PartInfo, commit_part, distinct, output_place, remove_file, write_part
 from minisgl_jobs.places import Place
 from minisgl_jobs.results import results_to_table
 from minisgl_jobs.roots import AllowedRoots
@@ -42,11 +43,13 @@ class PartWriter:
         trouble: why the first of those that wait couldn't be written; "" when none waits.
     """
 
-    def __init__(self, roots: AllowedRoots | None = None) -> None:
+    def __init__(self, roots: AllowedRoots | None = None, engine: EngineInfo | None = None) -> None:
         """
         Args:
             roots: what may be written, looked at before each part; by default everything.
+            engine: what generates the rows here.
         """
+        self._engine = engine
         self._roots = roots or AllowedRoots()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parquet")
         self._writing: dict[ChunkWork, Future[Place]] = {}
@@ -76,7 +79,7 @@ class PartWriter:
                 self._refused.append(work)
             if work is not self._refused[0] or time.monotonic() < self._retry_at:
                 return
-        self._writing[work] = self._thread.submit(_write, work, self._roots)
+        self._writing[work] = self._thread.submit(_write, work, self._engine, self._roots)
 
     def written(self) -> list[tuple[ChunkWork, Place]]:
         """Chunks that are on disk under their pending names since the last call; each comes once."""
@@ -188,7 +191,7 @@ def _discard(pending: Place) -> None:
         logger.warning("finalise will remove this: %s", error)
 
 
-def _write(work: ChunkWork, roots: AllowedRoots) -> Place:
+def _write(work: ChunkWork, engine: EngineInfo | None, roots: AllowedRoots) -> Place:
     """In the writer's thread: the part of a complete chunk, under its pending name."""
     lease = work.lease
     folder = output_place(lease.spec.output, roots)
@@ -201,5 +204,6 @@ def _write(work: ChunkWork, roots: AllowedRoots) -> Place:
         epoch=lease.epoch,
         input_sha256=work.input_sha256,
         num_rows=table.num_rows,
+        engines=distinct([*work.engines, *([engine] if engine else [])]),
     )
     return write_part(folder, table, info, lease.token, roots=roots)

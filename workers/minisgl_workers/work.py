@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from minisgl_batch.errors import RequestError
 from minisgl_batch.tokenizer import Logprobs, SampleOutput
 from minisgl_jobs.leases import Lease
-from minisgl_jobs.model import Row, RowError, RowResult, TokenLogprobs
+from minisgl_jobs.model import EngineInfo, Row, RowError, RowResult, TokenLogprobs
 from minisgl_jobs.references import ChunkRows
 from minisgl_jobs.results import check_complete, samples_of
 from minisgl_jobs.spool import decode_result
@@ -27,6 +27,7 @@ class ChunkWork:
         input_sha256: what identifies its rows.
         kept: input columns for the output.
         results: (row, sample) -> result of all that is finished.
+        engines: what has generated those of them that others had finished before.
         unspooled: keys of results that Redis hasn't got yet.
         is_stopped: its rows run no more, and nothing of it will be committed.
         is_written: its part is on disk under its pending name.
@@ -37,6 +38,7 @@ class ChunkWork:
         self.input_sha256 = chunk.sha256
         self.kept = chunk.kept
         self.results: dict[tuple[int, int], RowResult] = {}
+        self.engines: list[EngineInfo] = [*lease.engines] if lease.spooled else []
         self.unspooled: list[tuple[int, int]] = []
         self.is_stopped = False
         self.is_written = False
@@ -55,8 +57,13 @@ class ChunkWork:
         self._parts = self._plan([row for row in rows if row.row_index in self._left])
         self._started: set[int] = set()  # rows of the part that runs
 
-    def keep(self, results: Iterable[RowResult]) -> None:
-        """Take results that are on disk already, before the first part runs; those that are here stay as they are."""
+    def keep(self, results: Iterable[RowResult], engines: Iterable[EngineInfo] = ()) -> None:
+        """Take results that are on disk already, before the first part runs; those that are here stay as they are.
+
+        Args:
+            engines: what has generated them.
+        """
+        self.engines += engines
         for result in results:
             key = (result.row_index, result.sample_index)
             if key not in self.results and result.sample_index < self._num_samples.get(result.row_index, 0):

@@ -5,12 +5,13 @@
 -- ARGV[2]  worker
 -- ARGV[3]  lease_ms
 -- ARGV[4]  schema    version of the job records that this worker reads
--- ARGV[5]  engine    JSON about this worker's engine, kept with a job that starts here
+-- ARGV[5]  engine    JSON about this worker's engine, kept with the jobs that it has chunks of
 -- ARGV[6...]         jobs that this worker can't do at the moment
 --
 -- Returns {'none', ms until the next lease ends, or -1}
 -- or {'damaged', job, why}: the job is failed now, and there may be others
--- or {'lease', job, chunk, attempt, epoch, spec, payload, poison, spool as fields and values}.
+-- or {'lease', job, chunk, attempt, epoch, spec, payload, poison, spool as fields and values, the job's engines so far as
+-- lines}.
 
 local token, worker, lease_ms, schema, engine = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local avoid, num_avoided = {}, #ARGV - 5
@@ -21,13 +22,21 @@ local REPEAT_TTL_MS = 60000
 local MAX_LOOKS = 64 -- entries that can't be handed out, in one call; the next call goes on
 
 local function describe(job, chunk, attempt)
-  local fields = redis.call('HMGET', job_key(job), 'epoch', 'spec')
+  local fields = redis.call('HMGET', job_key(job), 'epoch', 'spec', 'engines')
   return {
     'lease', job, chunk, attempt, fields[1], fields[2],
     redis.call('HGET', job_key(job, 'in'), chunk) or '',
     redis.call('HGET', job_key(job, 'poison'), chunk) or '',
     redis.call('HGETALL', spool_key(job, chunk)),
+    fields[3] or '',
   }
+end
+
+local function note_engine(job)
+  local engines = redis.call('HGET', job_key(job), 'engines') or ''
+  if not string.find('\n' .. engines, '\n' .. engine .. '\n', 1, true) then
+    redis.call('HSET', job_key(job), 'engines', engines .. engine .. '\n')
+  end
 end
 
 -- The attempt orders the runs of a chunk for readers of its tokens: time, so that it grows after a loss of data too.
@@ -36,6 +45,7 @@ local function grant(job, chunk)
   redis.call('HSET', job_key(job, 'live'), chunk, token .. ' ' .. attempt .. ' ' .. worker)
   redis.call('ZADD', key.lease, now_ms + lease_ms, job .. '|' .. chunk)
   redis.call('HDEL', job_key(job), 'blocked')
+  note_engine(job)
   redis.call('SET', take_key(worker), token .. ' ' .. job .. ' ' .. chunk, 'PX', REPEAT_TTL_MS)
   return describe(job, chunk, attempt)
 end
@@ -200,7 +210,6 @@ local function take_from(job, priority, is_new)
   end
   if taken and state == 'queued' then
     redis.call('HSETNX', job_key(job), 'started_at', now_ms)
-    redis.call('HSET', job_key(job), 'engine', engine)
     set_state(job, 'running')
   end
   return taken
