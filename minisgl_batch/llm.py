@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig, KVCacheDtype, Quantization
@@ -29,7 +29,7 @@ from minisgl_batch.messages import (
     StepOutput,
 )
 from minisgl_batch.models.fetch import fetch_model
-from minisgl_batch.other_fields import no_such
+from minisgl_batch.other_fields import no_such, refuse_others
 from minisgl_batch.outputs import CompletionOutput, RequestOutput, StreamEvent
 from minisgl_batch.progress_bar import progress_bar
 from minisgl_batch.prompts import Prompts, as_chats, as_prompts
@@ -142,7 +142,7 @@ class LLM:
         return self.tokenizer.hf_tokenizer
 
     def generate(
-        self, prompts: Prompts, sampling_params: Params = None, *, progress: bool = True
+        self, prompts: Prompts, sampling_params: Params = None, *, progress: bool = True, **others: Any
     ) -> list[RequestOutput]:
         """Generate for all prompts and return when all are done, in their order.
 
@@ -160,6 +160,7 @@ class LLM:
             RequestError: a prompt can't be served, such as one longer than the context; names it. Nothing has run, but
                 where a grammar takes too much time or memory.
         """
+        _refuse(others, LLM.generate)
         return self._generate(as_prompts(prompts), sampling_params, progress)
 
     def chat(
@@ -171,6 +172,7 @@ class LLM:
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         continue_final_message: bool | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """`generate` for one chat, which is a list of messages, or a list of chats.
 
@@ -182,6 +184,7 @@ class LLM:
             UsageError: it is something else, or an argument has a value that can't be used.
             RequestError: as `generate`.
         """
+        _refuse(others, LLM.chat)
         chats = as_chats(messages)
         options = SamplingParams(
             tools=None if tools is None else tuple(tools),
@@ -192,7 +195,12 @@ class LLM:
         return self._generate(chats, layers, progress)
 
     def score(
-        self, prompts: Prompts, choices: Sequence[str] | Sequence[Sequence[str]], *, progress: bool = True
+        self,
+        prompts: Prompts,
+        choices: Sequence[str] | Sequence[Sequence[str]],
+        *,
+        progress: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """How probable given continuations are: `generate` with `SamplingParams(choices=...)`.
 
@@ -208,6 +216,7 @@ class LLM:
             UsageError: the choices can't be used.
             RequestError: as `generate`.
         """
+        _refuse(others, LLM.score)
         inputs = as_prompts(prompts)
         return self._generate(
             inputs, [SamplingParams(choices=texts) for texts in _each(choices, len(inputs))], progress
@@ -315,6 +324,10 @@ class LLM:
             if events.aborts:
                 self._inbox.append(AbortRequests(events.aborts))
             yield events
+
+
+def _refuse(others: dict[str, Any], method: Callable[..., Any]) -> None:
+    refuse_others(others, method, SamplingParams.__struct_fields__, "SamplingParams")
 
 
 def _close(engine: LocalEngine, check: GrammarCheck) -> None:

@@ -6,11 +6,13 @@ So that a field is refused by saying what was probably meant, or what to use ins
 from __future__ import annotations
 
 import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
 
-from minisgl_batch.errors import InvalidParameterError
+from minisgl_batch.errors import InvalidParameterError, UsageError
 
 # What other tools and datasets call our fields.
 ALIASES = {
@@ -32,6 +34,7 @@ ALIASES = {
     **dict.fromkeys(("max_num_seqs", "max_running_requests"), "max_running"),
     "max_num_batched_tokens": "max_prefill_tokens",
     "block_size": "page_size",
+    "use_tqdm": "progress",
 }
 
 # Fields of the OpenAI API, of vLLM and of transformers that would change the output, with the values that wouldn't
@@ -149,7 +152,30 @@ def no_such(field: str, what: str, known: frozenset[str]) -> InvalidParameterErr
     return InvalidParameterError(field, f"is no {what}" + (f"; did you mean {near}?" if near else ""))
 
 
-class KnownFields(msgspec.StructMeta):
+def refuse_others(others: Mapping[str, Any], method: Callable[..., Any], elsewhere: Collection[str], home: str) -> None:
+    """Raise InvalidParameterError for the first of `others`, arguments that a method hasn't.
+
+    Args:
+        elsewhere: names of what `home` takes.
+    """
+    for name in sorted(others):
+        what = f"argument of {method.__name__}"
+        if name in elsewhere:
+            raise InvalidParameterError(name, f"is no {what}: give {home}({name}=...)")
+        raise no_such(name, what, frozenset(inspect.signature(method).parameters))
+
+
+class NamedFields(msgspec.StructMeta):
+    """Of records that users make: says which names there are where a value is given without one."""
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        if args:
+            names = " or ".join(f"{field}=..." for field in self.__struct_fields__[:2])
+            raise UsageError(f"{self.__name__} takes arguments by name, such as {names}: name {args[0]!r}")
+        return super().__call__(**given)
+
+
+class KnownFields(NamedFields):
     """Of sampling parameters: refuses one that there isn't, with what to use instead, unless it changes nothing."""
 
     def __call__(self, *args: Any, **given: Any) -> Any:
@@ -165,4 +191,4 @@ class KnownFields(msgspec.StructMeta):
             if field in UNSUPPORTED:
                 raise InvalidParameterError(field, f"isn't supported: {unsupported_hint(field)}")
             raise no_such(field, "sampling parameter", known)
-        return super().__call__(*args, **{field: value for field, value in given.items() if field in known})
+        return super().__call__(**{field: value for field, value in given.items() if field in known})

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from minisgl_batch.errors import InvalidParameterError
+from minisgl_batch.other_fields import NamedFields
 from minisgl_batch.param_checks import check_json, check_strings
 from minisgl_batch.words import is_unicode
 
@@ -32,7 +33,7 @@ _WRAPPERS = ("schema", "json_schema", "json")
 
 
 class StructuredOutputsParams(
-    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True, metaclass=NamedFields
 ):
     """One of the first five; without any of them the text is free, also where a job says otherwise.
 

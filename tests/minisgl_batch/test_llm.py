@@ -301,6 +301,22 @@ def test_wrong_options_are_named(options: dict[str, object], error: type[Excepti
         LLM(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("method", ["generate", "chat", "score"])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("use_tqdm", "is no argument of {}; did you mean progress?"),
+        ("Progress", "is no argument of {}; did you mean progress?"),
+        ("temperature", "is no argument of {}: give SamplingParams(temperature=...)"),
+        ("lora_request", "is no argument of {}"),
+    ],
+)
+def test_arguments_that_there_are_not(llm: LLM, method: str, name: str, problem: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        getattr(llm, method)(["a"], ["b"], **{name: False})
+    assert (caught.value.field, caught.value.reason) == (name, problem.format(method))
+
+
 @pytest.mark.parametrize("params", [5, {"temperature": 0}, [{"temperature": 0}]])
 def test_sampling_params_of_another_type_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(UsageError, match="sampling_params: must be SamplingParams"):

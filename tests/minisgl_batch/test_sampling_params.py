@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_batch.errors import InvalidParameterError
+from minisgl_batch.errors import InvalidParameterError, UsageError
 from minisgl_batch.sampling_params import NEUTRAL, SamplingParams
 from minisgl_batch.structured_outputs import StructuredOutputsParams
 
@@ -187,6 +187,13 @@ def test_parameters_that_there_are_not(field: str, value: Any, problem: str) -> 
     with pytest.raises(InvalidParameterError) as caught:
         SamplingParams(n=1, **{field: value})
     assert (caught.value.field, caught.value.reason[: len(problem)]) == (field, problem)
+
+
+def test_values_without_a_name() -> None:
+    with pytest.raises(UsageError, match=r"^SamplingParams takes arguments by name, such as n=.* or .*: name 0\.5$"):
+        SamplingParams(0.5)  # type: ignore[misc]
+    with pytest.raises(UsageError, match=r"^StructuredOutputsParams takes arguments by name, .*: name 'a'$"):
+        StructuredOutputsParams("a")  # type: ignore[misc]
 
 
 def test_parameters_of_others_that_change_nothing_are_passed_over() -> None:
