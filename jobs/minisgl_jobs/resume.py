@@ -34,7 +34,7 @@ class Earlier:
     """The job whose output a folder holds.
 
     Attributes:
-        job_id, seed, epoch: the job's.
+        job_id, seed, epoch, chunk_rows: the job's.
         facts: what makes it this job, by the names of the options.
         is_complete: whether all rows are there.
     """
@@ -42,6 +42,7 @@ class Earlier:
     job_id: str
     seed: int
     epoch: int
+    chunk_rows: int
     facts: Mapping[str, Any]
     is_complete: bool
 
@@ -97,28 +98,27 @@ def find_earlier(folder: Place) -> Earlier | None:
     manifest = read_manifest(folder)
     if spec is not None:
         epoch = manifest.epoch if manifest is not None else -1
-        return Earlier(spec.job_id, spec.seed, epoch, spec_facts(spec), is_complete=False)
+        return Earlier(spec.job_id, spec.seed, epoch, spec.chunk_rows, spec_facts(spec), is_complete=False)
     if manifest is None:
         return None
-    return Earlier(manifest.job_id, manifest.seed, manifest.epoch, _manifest_facts(manifest), manifest.is_complete)
+    kept = (manifest.job_id, manifest.seed, manifest.epoch, manifest.chunk_rows)
+    return Earlier(*kept, _manifest_facts(manifest), manifest.is_complete)
 
 
 def spec_facts(spec: JobSpec) -> dict[str, Any]:
     """What makes a job that job."""
     return {
-        **option_facts(spec.model, spec.params, spec.system, spec.chunk_rows, token_ids=spec.token_ids),
+        **option_facts(spec.model, spec.params, spec.system, token_ids=spec.token_ids),
         "keep_columns": column_types(spec.kept),
         "number of rows": spec.num_rows,
         ROWS: spec.rows_sha256,
     }
 
 
-def option_facts(
-    model: str, params: SamplingParams, system: str | None, chunk_rows: int, *, token_ids: bool
-) -> dict[str, Any]:
+def option_facts(model: str, params: SamplingParams, system: str | None, *, token_ids: bool) -> dict[str, Any]:
     """Those facts that are known before the rows are."""
     sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
-    return {"model": model, **sampling, "system": system, "chunk_rows": chunk_rows, "token_ids": token_ids}
+    return {"model": model, **sampling, "system": system, "token_ids": token_ids}
 
 
 def resume(
@@ -181,7 +181,7 @@ def _first_difference(spec: JobSpec, parts: Sequence[PartInfo], hashes: Sequence
 
 
 def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
-    options = (manifest.model, manifest.sampling, manifest.system, manifest.chunk_rows)
+    options = (manifest.model, manifest.sampling, manifest.system)
     return {
         **option_facts(*options, token_ids=manifest.token_ids),
         "keep_columns": manifest.kept_columns,

@@ -129,7 +129,7 @@ def prepare(
 ) -> Submission:
     """Read an input to its end and check all of it; nothing is queued or changed.
 
-    A job whose output is in the folder already goes on with it, under its old id.
+    A job whose output is in the folder already goes on with it, under its old id and in its old chunks.
 
     Arguments as `Client.submit`; `read` holds those that say how rows are read.
 
@@ -147,11 +147,11 @@ def prepare(
     read, params = read or ReadOptions(), params or SamplingParams()
     earlier = None if overwrite else find_earlier(folder)
     if earlier is not None:
-        earlier.check(folder, option_facts(model, params, read.system, chunk_rows, token_ids=token_ids))
+        earlier.check(folder, option_facts(model, params, read.system, token_ids=token_ids))
         for name, value, old in (("job_id", given_id, earlier.job_id), ("seed", seed, earlier.seed)):
             if value not in (None, old):
                 earlier.refuse(folder, f"{name} is {value} and was {old}")
-        job_id, seed = earlier.job_id, earlier.seed
+        job_id, seed, chunk_rows = earlier.job_id, earlier.seed, earlier.chunk_rows
     check_output(folder, job_id=job_id, overwrite=overwrite or earlier is not None)
     rows, info, uri = _read_all(source, read, params, chunk_rows, transport)
     asked = rows.asked | _columns_of(params)
