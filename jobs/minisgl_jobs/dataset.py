@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from minisgl_batch._version import __version__
 from minisgl_batch.errors import OutputError, OutputLostError, OutputTakenError, SchemaVersionError
-from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.sampling_params import NEUTRAL, SamplingParams
 from minisgl_batch.words import count
 from minisgl_jobs.kept import column_types
 from minisgl_jobs.model import SCHEMA_VERSION, InputInfo, JobSpec, JobState, decode_record
@@ -61,6 +61,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         schema_version: of this record and of the columns.
         release: the minisgl-batch version that wrote it.
         job_id, model, num_rows, chunk_rows, seed, sampling, system, input, submitted_at: the job as it was submitted.
+        effective_sampling: of rows that say nothing themselves: `sampling` over what the model recommends and our own
+            defaults; None where no worker has told what the model does.
         state: the job's final state; the dataset is complete if that is finished or partial.
         reason: why a failed job failed.
         epoch: 0, and one more for each retry.
@@ -91,6 +93,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
     seed: int
     sampling: SamplingParams
+    effective_sampling: SamplingParams | None = None
     system: str | None
     input: InputInfo
     engine: dict[str, str | int | float | bool | None]
@@ -117,6 +120,7 @@ def make_manifest(
     num_ok: int,
     num_errors: int,
     engine: dict[str, str | int | float | bool | None] | None = None,
+    default_sampling: SamplingParams | None = None,
     reason: str | None = None,
 ) -> Manifest:
     """The manifest of a job that has just ended with `parts`.
@@ -137,6 +141,7 @@ def make_manifest(
         **{name: sum(getattr(part.info, name) for part in parts) for name in TOKEN_COUNTS},
         seed=spec.seed,
         sampling=spec.params,
+        effective_sampling=None if default_sampling is None else spec.params.over(default_sampling, NEUTRAL),
         system=spec.system,
         input=spec.input,
         engine=engine or {},

@@ -188,6 +188,7 @@ def _manifest(job: FinalisingJob, folder: Place, damage: str) -> Manifest:
         num_ok=rows_ok,
         num_errors=rows_error,
         engine=dict(job.engine),
+        default_sampling=job.default_sampling,
         reason=reason,
     )
 

@@ -19,11 +19,12 @@ import msgspec
 import redis
 
 from minisgl_batch.errors import DamagedJobError
+from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.words import one_line
 from minisgl_jobs.connection import SOCKET_TIMEOUT_S
 from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
 from minisgl_jobs.model import SCHEMA_VERSION, JobSpec, JobState
-from minisgl_jobs.outbox import RETENTION_S
+from minisgl_jobs.outbox import DEFAULT_SAMPLING, RETENTION_S
 from minisgl_jobs.scripts import Scripts, redis_errors
 from minisgl_jobs.spool import decode_spool, encode_batch, sample_name
 from minisgl_jobs.status import WorkerInfo
@@ -108,6 +109,7 @@ class ChunkQueue:
         lease_s: float = LEASE_S,
         audit_s: float = AUDIT_S,
         engine: Mapping[str, str | int | float | bool | None] | None = None,
+        default_sampling: SamplingParams | None = None,
     ) -> None:
         """
         Args:
@@ -117,12 +119,14 @@ class ChunkQueue:
             lease_s: how long a chunk stays with a group that went silent. Renew three times as often.
             audit_s: how often `take` runs an audit.
             engine: what the manifests of jobs that start here say about the engine.
+            default_sampling: what holds where neither rows nor jobs say anything, for the same.
         """
         self.keys = QueueKeys(queue_name(model))
         self.model = model
         self.worker_id = worker_id
         self.lease_s = lease_s
-        self._engine = json.dumps(dict(engine or {}))
+        defaults = {} if default_sampling is None else {DEFAULT_SAMPLING: default_sampling.to_dict()}
+        self._engine = json.dumps({**(engine or {}), **defaults})
         self._client = client
         self._scripts = Scripts(client)
         self._audit_s = audit_s

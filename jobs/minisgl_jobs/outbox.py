@@ -9,9 +9,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import redis
 
 from minisgl_batch.errors import DamagedJobError, JobNotFoundError
+from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.keys import QueueKeys
 from minisgl_jobs.model import JobSpec, JobState
 from minisgl_jobs.scripts import Scripts, redis_errors
@@ -19,6 +21,7 @@ from minisgl_jobs.spool import decode_spool
 from minisgl_jobs.status import decode_spec, reading_record
 
 RETENTION_S = 7 * 86400.0
+DEFAULT_SAMPLING = "default_sampling"  # beside what a worker says about its engine
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class FinalisingJob:
             none. `parts.pending_name` refuses what is damaged.
         left_over: chunks that were given back and not committed, such as those of a canceled job.
         engine: what the worker that started the job said about its engine.
+        default_sampling: and about what holds where neither rows nor jobs say anything; None for nothing.
         queued_at, started_at: Unix seconds, server clock.
     """
 
@@ -56,6 +60,7 @@ class FinalisingJob:
     renames: dict[int, tuple[str, int]]
     left_over: tuple[int, ...]
     engine: dict[str, str | int | float | bool | None]
+    default_sampling: SamplingParams | None
     queued_at: float | None
     started_at: float | None
 
@@ -101,6 +106,8 @@ class Outbox:
         for chunk, record in zip(records[::2], records[1::2], strict=True):
             token, _, of_epoch = record.partition(b" ")
             renames[_number(chunk)] = (token.decode(errors="backslashreplace"), _number(of_epoch))
+        engine = dict(json.loads(fields.get(b"engine", b"{}")))
+        defaults = engine.pop(DEFAULT_SAMPLING, None)
         return FinalisingJob(
             spec=spec,
             epoch=epoch,
@@ -111,7 +118,8 @@ class Outbox:
             rows_error=int(fields[b"errors"]),
             renames=renames,
             left_over=tuple(sorted(map(int, todo))),
-            engine=dict(json.loads(fields.get(b"engine", b"{}"))),
+            engine=engine,
+            default_sampling=None if defaults is None else msgspec.convert(defaults, SamplingParams),
             queued_at=_seconds(fields.get(b"queued_at")),
             started_at=_seconds(fields.get(b"started_at")),
         )

@@ -92,6 +92,7 @@ def make(folder: Path, num_chunks: int, state: JobState, epoch: int = 0) -> Mani
         num_ok=num_chunks * CHUNK_ROWS,
         num_errors=0,
         engine={"dtype": "float32", "tp": 1},
+        default_sampling=SamplingParams(temperature=0.6, max_tokens=9),
     )
 
 
@@ -141,6 +142,8 @@ def test_manifest_tells_what_ran(tmp_path: Path) -> None:
     assert shown["state"] == "partial"
     assert shown["seed"] == 7
     assert shown["sampling"] == {"max_tokens": 5}
+    used = shown["effective_sampling"]
+    assert (used["max_tokens"], used["temperature"], used["top_p"]) == (5, 0.6, 1.0)
     assert shown["input"] == {"source": "in.jsonl", "sha256": "abc", "num_bytes": 9}
     assert shown["submitted_at"] == "2023-11-14T22:13:20Z"
     assert shown["parts"][0]["name"] == "part-000000.parquet"

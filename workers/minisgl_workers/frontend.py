@@ -278,7 +278,14 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     tokenizer = ModelTokenizer.load(model_path(options.engine.model, options.engine.revision))
     ready = _wait_for_engine(link)
     queue, kept = (
-        ChunkQueue(client, options.model, config.worker_id, lease_s=options.lease_s, engine=ready.description)
+        ChunkQueue(
+            client,
+            options.model,
+            config.worker_id,
+            lease_s=options.lease_s,
+            engine=ready.description,
+            default_sampling=tokenizer.default_sampling,
+        )
         for _ in range(2)
     )
     keeper, name = LeaseKeeper(kept), queue.keys.queue
