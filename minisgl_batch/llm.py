@@ -19,31 +19,28 @@ from minisgl_batch.config import CacheKind, Dtype, EngineConfig, KVCacheDtype, Q
 from minisgl_batch.errors import RequestError, UsageError
 from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.hub import model_path
+from minisgl_batch.llm_call import Call
 from minisgl_batch.messages import (
     AbortRequests,
     AddRequests,
     EngineStats,
-    NewPrompt,
     Ready,
     RequestsRefused,
     StepOutput,
 )
 from minisgl_batch.models.fetch import fetch_model
 from minisgl_batch.other_fields import no_such, refuse_others
-from minisgl_batch.outputs import CompletionOutput, RequestOutput, StreamEvent
+from minisgl_batch.outputs import RequestOutput, StreamEvent
 from minisgl_batch.progress_bar import progress_bar
 from minisgl_batch.prompts import Prompts, as_chats, as_prompts
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
-from minisgl_batch.scheduler.constraints import FAILED
 from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
     ChatOptions,
-    Logprob,
     ModelTokenizer,
     OutputEvents,
     OutputProcessor,
     PromptInput,
-    SampleOutput,
     check_constraint,
     resolve_request,
 )
@@ -227,17 +224,17 @@ class LLM:
 
         Arguments and errors as `generate`.
         """
-        work = self._prepare(as_prompts(prompts), sampling_params)
-        for events in self._run(work, watch=True):
-            finished = {sample.uid: work.collect(sample) for sample in events.finished}
+        call = self._prepare(as_prompts(prompts), sampling_params)
+        for events in self._run(call, watch=True):
+            finished = {sample.uid: call.collect(sample) for sample in events.finished}
             for delta in events.deltas:
                 ended = finished.pop(delta.uid, None)
                 found = delta.reasoning
                 reasoning, text = ("", delta.text) if found is None else found.split(delta.text, delta.offset)
                 if text or reasoning or ended is not None:
-                    yield StreamEvent(*work.owner(delta.uid), text, ended, reasoning)
+                    yield StreamEvent(*call.owner(delta.uid), text, ended, reasoning)
             for uid, output in finished.items():
-                yield StreamEvent(*work.owner(uid), "", output)
+                yield StreamEvent(*call.owner(uid), "", output)
 
     def stats(self) -> EngineStats:
         """Counters since the start: tokens, cache hits, steps."""
@@ -256,17 +253,17 @@ class LLM:
     # ------------------------------------------------------------- internals
 
     def _generate(self, inputs: list[PromptInput], params: Params, progress: bool) -> list[RequestOutput]:
-        work = self._prepare(inputs, params)
-        with progress_bar(len(work.uids()), shown=progress) as bar:
-            for events in self._run(work):
+        call = self._prepare(inputs, params)
+        with progress_bar(len(call.uids()), shown=progress) as bar:
+            for events in self._run(call):
                 for sample in events.finished:
-                    work.keep(sample)
+                    call.keep(sample)
                     bar.count(sample)
-        return work.outputs()
+        return call.outputs()
 
-    def _prepare(self, inputs: list[PromptInput], params: Params) -> _Work:
+    def _prepare(self, inputs: list[PromptInput], params: Params) -> Call:
         layers = _layers(params, len(inputs))
-        work = _Work(inputs, self.tokenizer)
+        call = Call(inputs, self.tokenizer)
         encoded = self.tokenizer.encode_inputs(inputs, options=[ChatOptions.of(layer) for layer in layers])
         for index, (prompt, ids, layer) in enumerate(zip(inputs, encoded, layers, strict=True)):
             try:
@@ -285,18 +282,18 @@ class LLM:
             except RequestError as error:
                 raise RequestError(error.error_type, f"prompt {index}: {error}") from error
             message = resolved.message(self._next_uid)
-            work.add(message, self._outputs.add_prompt(message, resolved), resolved.prompt_ids.tolist())
+            call.add(message, self._outputs.add_prompt(message, resolved), resolved.prompt_ids.tolist())
             self._next_uid += len(message.requests)
         self._num_prompts += len(inputs)
-        return work
+        return call
 
-    def _run(self, work: _Work, *, watch: bool = False) -> Iterator[OutputEvents]:
-        """Drive the engine until every request of `work` has ended."""
-        left = work.uids()
-        if not self._has_given_vocabulary and any(prompt.constraint is not None for prompt in work.messages):
+    def _run(self, call: Call, *, watch: bool = False) -> Iterator[OutputEvents]:
+        """Drive the engine until every request of `call` has ended."""
+        left = call.uids()
+        if not self._has_given_vocabulary and any(prompt.constraint is not None for prompt in call.messages):
             self._inbox.append(self.tokenizer.vocabulary())
             self._has_given_vocabulary = True
-        self._inbox.append(AddRequests(work.messages))
+        self._inbox.append(AddRequests(call.messages))
         if watch:
             for uid in left:
                 self._outputs.watch(uid)
@@ -353,73 +350,3 @@ def _layers(params: Params, num_prompts: int) -> list[SamplingParams]:
         if not isinstance(layer, SamplingParams):
             raise UsageError(f"sampling_params: must be SamplingParams, or a list with one per prompt, got {layer!r}")
     return layers
-
-
-class _Work:
-    """The requests of one call: which prompt and sample each uid is, and what has come back."""
-
-    def __init__(self, prompts: list[PromptInput], tokenizer: ModelTokenizer) -> None:
-        self._prompts = prompts
-        self._text_of = tokenizer.token_text
-        self._prompt_ids: list[list[int]] = []
-        self._owners: dict[int, tuple[int, int]] = {}
-        self._samples: list[dict[int, SampleOutput]] = []
-        self.messages: list[NewPrompt] = []
-
-    def add(self, message: NewPrompt, uids: list[int], prompt_ids: list[int]) -> None:
-        """Take a prompt; `uids` are those of its samples."""
-        for sample_index, uid in enumerate(uids):
-            self._owners[uid] = (len(self._prompt_ids), sample_index)
-        self._prompt_ids.append(prompt_ids)
-        self._samples.append({})
-        self.messages.append(message)
-
-    def uids(self) -> set[int]:
-        """Of all samples."""
-        return set(self._owners)
-
-    def owner(self, uid: int) -> tuple[int, int]:
-        """(prompt index, sample index)."""
-        return self._owners[uid]
-
-    def keep(self, sample: SampleOutput) -> int:
-        """Take a finished sample, and say which of its prompt's it is."""
-        prompt_index, sample_index = self.owner(sample.uid)
-        if (error := sample.error) is not None and error.error_type != FAILED:
-            raise RequestError(error.error_type, f"prompt {prompt_index}: {error}")
-        self._samples[prompt_index][sample_index] = sample
-        return sample_index
-
-    def collect(self, sample: SampleOutput) -> CompletionOutput:
-        return self._completion(self.keep(sample), sample)
-
-    def outputs(self) -> list[RequestOutput]:
-        return [
-            RequestOutput(
-                prompt=prompt,
-                prompt_token_ids=prompt_ids,
-                outputs=[self._completion(i, samples[i]) for i in range(len(samples))],
-                num_cached_tokens=samples[0].cached_tokens,
-                prompt_logprobs=self._prompt_logprobs(samples[0]),
-            )
-            for prompt, prompt_ids, samples in zip(self._prompts, self._prompt_ids, self._samples, strict=True)
-        ]
-
-    def _completion(self, index: int, sample: SampleOutput) -> CompletionOutput:
-        found = sample.logprobs
-        return CompletionOutput(
-            index,
-            sample.text,
-            sample.token_ids,
-            sample.finish_reason,
-            sample.stop_reason,
-            logprobs=None if found is None else found.as_dicts(self._text_of),
-            cumulative_logprob=None if found is None else sum(found.logprobs.tolist()),
-            reasoning_text=sample.reasoning_text,
-            raw_text=sample.raw_text,
-            choices=sample.choices,
-        )
-
-    def _prompt_logprobs(self, first: SampleOutput) -> list[dict[int, Logprob] | None] | None:
-        found = first.prompt_logprobs
-        return None if found is None else [None, *found.as_dicts(self._text_of)]

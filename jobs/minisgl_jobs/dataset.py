@@ -16,8 +16,14 @@ import msgspec
 import pyarrow as pa
 
 from minisgl_batch._version import __version__
-from minisgl_batch.errors import OutputError, OutputLostError, OutputTakenError, SchemaVersionError
-from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.errors import (
+    InvalidParameterError,
+    OutputError,
+    OutputLostError,
+    OutputTakenError,
+    SchemaVersionError,
+)
+from minisgl_batch.sampling_params import NEUTRAL, SamplingParams
 from minisgl_batch.words import count
 from minisgl_jobs.kept import column_types
 from minisgl_jobs.model import SCHEMA_VERSION, EngineInfo, InputInfo, JobSpec, JobState, decode_record
@@ -43,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
+DEFAULT_SAMPLING = "default_sampling"  # among what an engine says of itself
 HIDDEN = ("_", ".")  # data tools pass over names that begin so
 
 
@@ -62,6 +69,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         schema_version: of this record and of the columns.
         release: the minisgl-batch version that wrote it.
         job_id, model, num_rows, chunk_rows, seed, sampling, system, input, submitted_at: the job as it was submitted.
+        effective_sampling: of rows that say nothing themselves: `sampling` over what the model recommends and our own
+            defaults; None where engines differ in what the model does, or don't tell it.
         state: the job's final state; the dataset is complete if that is finished or partial.
         reason: why a failed job failed.
         epoch: 0, and one more for each retry.
@@ -92,6 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
     seed: int
     sampling: SamplingParams
+    effective_sampling: SamplingParams | None = None
     system: str | None
     input: InputInfo
     engines: list[EngineInfo] = []
@@ -124,6 +134,7 @@ def make_manifest(
     Raises:
         OutputError: the job is said to be complete, and a part is missing or another job's.
     """
+    engines = distinct(engine for part in parts for engine in part.info.engines)
     manifest = Manifest(
         job_id=spec.job_id,
         state=state,
@@ -137,9 +148,10 @@ def make_manifest(
         **{name: sum(getattr(part.info, name) for part in parts) for name in TOKEN_COUNTS},
         seed=spec.seed,
         sampling=spec.params,
+        effective_sampling=_effective_sampling(spec.params, engines),
         system=spec.system,
         input=spec.input,
-        engines=distinct(engine for part in parts for engine in part.info.engines),
+        engines=engines,
         submitted_at=datetime.fromtimestamp(spec.submitted_at, timezone.utc),
         finished_at=datetime.now(timezone.utc),
         chunk_rows=spec.chunk_rows,
@@ -155,6 +167,17 @@ def make_manifest(
     if manifest.is_complete and (missing := missing_chunks(spec, parts)):
         raise OutputError(f"{spec.output} lacks {count(len(missing), 'part')}, the first is {part_name(missing[0])}")
     return manifest
+
+
+def _effective_sampling(params: SamplingParams, engines: Sequence[EngineInfo]) -> SamplingParams | None:
+    """A job's sampling over what its engines say of the model's recommendation, as `Manifest` has it."""
+    recommended = [engine.get(DEFAULT_SAMPLING) for engine in engines]
+    if not recommended or recommended.count(recommended[0]) < len(recommended):
+        return None
+    try:
+        return params.over(msgspec.convert(recommended[0], SamplingParams), NEUTRAL)
+    except (msgspec.ValidationError, InvalidParameterError):  # anybody may have put it into Redis
+        return None
 
 
 def missing_chunks(spec: JobSpec, parts: Iterable[Part]) -> list[int]:

@@ -203,9 +203,12 @@ def _cell_value(cell: str) -> Any:
     """The number or flag that a cell of CSV holds, None for an empty one, else its text."""
     if not cell or cell in _FLAGS:
         return _FLAGS.get(cell)
-    if len(cell) > _MAX_NUMBER_CHARS or not _NUMBER.fullmatch(cell):
+    number = _NUMBER.fullmatch(cell) if len(cell) <= _MAX_NUMBER_CHARS else None
+    if number is None:
         return cell
-    value = json.loads(cell)
+    if number.lastindex == 1:
+        return int(cell)
+    value = float(cell)
     return value if math.isfinite(value) else cell
 
 

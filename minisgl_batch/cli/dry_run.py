@@ -176,7 +176,9 @@ def _fields(
         found.append(("tokenizer", f"of revision {tokens.revision}{others}"))
     lengths = tokens.prompt_tokens
     if lengths:
-        spread = f"{sum(lengths) / len(lengths):,.0f} a row, {min(lengths):,} to {max(lengths):,}"
+        spread = f"{sum(lengths) / len(lengths):,.0f} a row"
+        if min(lengths) < max(lengths):
+            spread += f", {min(lengths):,} to {max(lengths):,}"
         found.append(("prompt tokens", f"{sum(lengths):,} ({spread})"))
         found.append(("output tokens", f"at most {tokens.max_output_tokens:,}{_bound(spec, tokens)}"))
     if tokens.num_refused:

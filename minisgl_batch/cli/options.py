@@ -268,7 +268,9 @@ sampling_options = _all(
     ),
     _sampling_option("--seed", "Draw the same again: see docs/results.md.  [default: random, recorded]", **_NUMBER),
     _sampling_option("--n", f"Samples per row, 1 to {MAX_N:,}.  [default: 1]", **_NUMBER),
-    _sampling_option("--stop", "Cut the text before this; may be repeated.", multiple=True, metavar="TEXT"),
+    _sampling_option(
+        "--stop", "Cut the text before this, such as $'\\n'; may be repeated.", multiple=True, metavar="TEXT"
+    ),
     _sampling_option("--stop-token-ids", "Stop at any of these tokens.", type=token_ids, metavar="N,N"),
     _sampling_option("--bad-words", "Words that mustn't come; may be repeated.", multiple=True, metavar="TEXT"),
     _sampling_option("--logit-bias", "Added to tokens' logits.", type=token_biases, metavar="N:X,N:X"),

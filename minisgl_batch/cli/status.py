@@ -69,6 +69,8 @@ def _show_job(look: Callable[[], Progress], interval: float | None, as_json: boo
             print_json(progress_record(progress, _manifest(progress)))
         else:
             print_fields(_fields(progress, _manifest(progress)))
+            if interval is not None:
+                print_line("")
 
     if interval is None:
         seen = look()
@@ -90,6 +92,8 @@ def _show_overview(look: Callable[[], Overview], interval: float | None, as_json
             print_json({"jobs": jobs, "workers": [worker_record(worker) for worker in seen.workers]})
             return
         print_line(str(seen))
+        if interval is not None:
+            print_line("")
 
     def draw(seen: Overview) -> RenderableType:
         jobs = table(JOB_COLUMNS, map(job_row, seen.jobs))

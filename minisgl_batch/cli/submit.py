@@ -47,7 +47,7 @@ from minisgl_jobs.submission import Submission, prepare
 )
 @click.option("--after", metavar="JOB", shell_complete=job_shell_complete, help="Start when this job has ended well.")
 @click.option(
-    "--at", "start_at", type=parse_moment, metavar="TIME", help="Start then: 2026-12-01T08:00, 08:00; or in 2h."
+    "--at", "start_at", type=parse_moment, metavar="TIME", help="Start then: 2026-12-01T08:00, 08:00, or 2h from now."
 )
 @click.option("--dry-run", "is_dry_run", is_flag=True, help="Queue nothing: count rows and tokens, and estimate.")
 @click.option("--wait", is_flag=True, help="Show progress until the job has ended.")

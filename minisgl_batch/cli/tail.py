@@ -21,6 +21,7 @@ from minisgl_batch.cli.report import exit_code
 from minisgl_batch.cli.sections import WholeNumber
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.words import count, harmless, one_line
+from minisgl_jobs.model import JobState
 from minisgl_jobs.reader import Event, JobChanged
 from minisgl_jobs.row_texts import RowEvent, RowFinished, RowStarted, RowText
 
@@ -44,16 +45,15 @@ def tail(ctx: click.Context, job_id: str, row: int | None, redis_url: str | None
     """
     with open_client(redis_url) as client:
         job = client.job(job_id)
-        waiting = job.status().waiting
-        if waiting:
-            talk(f"waiting: {waiting}")
+        found = job.status()
+        if found.waiting:
+            talk(f"the job is {found.state.value}, waiting: {found.waiting}")
         events = job.stream(None if row is None else [row])
         if as_json:
             _tail_json(events)
-        elif row is None:
-            _tail_all(events)
         else:
-            _tail_row(events)
+            show = _tail_all if row is None else _tail_row
+            show(_row_events(events, told=found.state if found.waiting else None))
         found = job.status()
     talk(f"job {job_id} is {found.state.value}: {count(found.rows_ok, 'row')} ok, {found.rows_error:,} failed")
     ctx.exit(exit_code(found.state))
@@ -64,19 +64,20 @@ def _tail_json(events: Iterable[Event]) -> None:
         print_json({"event": EVENT_NAMES[type(event)], **msgspec.to_builtins(event)})
 
 
-def _row_events(events: Iterable[Event]) -> Iterator[RowEvent]:
-    """The events of rows; tells of changes of the job's state."""
+def _row_events(events: Iterable[Event], told: JobState | None) -> Iterator[RowEvent]:
+    """The events of rows; tells of the job's states but for its last, and for the one that was told of before."""
     for event in events:
         if not isinstance(event, JobChanged):
             yield event
-        elif not event.state.is_final:
-            talk(f"the job is {event.state.value}")
+        elif not event.state.is_final and event.state is not told:
+            told = event.state
+            talk(f"the job is {told.value}")
 
 
-def _tail_all(events: Iterable[Event]) -> None:
+def _tail_all(events: Iterable[RowEvent]) -> None:
     texts: dict[tuple[int, int], list[str]] = {}
     with _Screen(texts) as screen:
-        for event in _row_events(events):
+        for event in events:
             key = (event.row_index, event.sample_index)
             match event:
                 case RowStarted():
@@ -137,13 +138,13 @@ class _Screen:
             self._live.stop()
 
 
-def _tail_row(events: Iterable[Event]) -> None:
+def _tail_row(events: Iterable[RowEvent]) -> None:
     """The texts of one row's samples, one after the other; those that are ahead of their turn wait."""
     texts: dict[int, str] = {}
     ended: dict[int, RowFinished] = {}
     turn = num_shown = 0
     thinking: set[int] = set()
-    for event in _row_events(events):
+    for event in events:
         sample = event.sample_index
         match event:
             case RowStarted():

@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from minisgl_batch.hub import DEMO_MODEL, model_path
+from minisgl_batch.sampling_params import NEUTRAL, SamplingParams
+from minisgl_batch.tokenizer.model_defaults import read_model_defaults
 from tests.integration.conftest import Start
 from tests.jobs.helpers import wait_for
 from tests.minisgl_batch.cli.conftest import write_rows
@@ -86,6 +88,10 @@ def test_failed_rows_and_faults_show_in_the_exit_code(start: Start, tmp_path: Pa
     assert "KV cache of" in run.stderr  # the worker's log
     manifest = json.loads((tmp_path / "outputs" / "mine" / "_manifest.json").read_text())
     assert (manifest["model"], manifest["state"]) == ("x", "partial")
+    recommended = read_model_defaults(model_path("demo")).sampling
+    used = SamplingParams(logprobs=2, prompt_logprobs=0).over(recommended, NEUTRAL)
+    assert SamplingParams(**manifest["effective_sampling"]) == used
+    assert "temperature" not in manifest["sampling"]
     good, bad, best, *shaped = pq.read_table(tmp_path / "outputs" / "mine").to_pylist()
     tokens = "".join(entry["token"] for entry in good["logprobs"])
     assert tokens.startswith(good["text"])

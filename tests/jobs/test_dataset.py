@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
@@ -39,7 +40,7 @@ from minisgl_jobs.dataset import (
     read_manifest,
     reopen_dataset,
 )
-from minisgl_jobs.model import InputInfo, JobSpec, JobState, RowResult
+from minisgl_jobs.model import EngineInfo, InputInfo, JobSpec, JobState, RowResult
 from minisgl_jobs.owner import OWNER, claim_output, read_owner, take_output
 from minisgl_jobs.parts import (
     PartInfo,
@@ -62,8 +63,11 @@ def make_table(chunk: int, text: str = "Ahoj 안녕 👩‍💻") -> pa.Table:
     return results_to_table([RowResult(row_index=row, text=text, finished_at=1.0) for row in rows])
 
 
-def add_part(folder: Path, chunk: int, epoch: int = 0, text: str = "a", job_id: str = "j") -> Path:
+def add_part(
+    folder: Path, chunk: int, epoch: int = 0, text: str = "a", job_id: str = "j", engine: EngineInfo | None = None
+) -> Path:
     info = PartInfo(job_id=job_id, chunk=chunk, epoch=epoch, input_sha256=f"sha-{chunk}", num_rows=CHUNK_ROWS)
+    info = msgspec.structs.replace(info, engines=[engine] if engine else [])
     token = os.urandom(4).hex()
     write_part(folder, make_table(chunk, text), info, token)
     return commit_part(folder, chunk, epoch, token)
@@ -131,15 +135,25 @@ def test_names_sort_as_numbers_also_past_a_million(tmp_path: Path) -> None:
 
 
 def test_manifest_tells_what_ran(tmp_path: Path) -> None:
-    add_part(tmp_path, 0)
-    written = make(tmp_path, 1, JobState.PARTIAL)
+    engine: EngineInfo = {"dtype": "float32", "tp": 1, "default_sampling": {"temperature": 0.6, "top_k": 9}}
+    for chunk in range(2):
+        add_part(tmp_path, chunk, engine=engine)
+    written = make(tmp_path, 2, JobState.PARTIAL)
     finish_dataset(tmp_path, written)
     assert read_manifest(tmp_path) == written
     shown = json.loads((tmp_path / MANIFEST).read_text())
     assert shown["schema_version"] == 1
+    assert shown["engines"] == [engine]
     assert shown["state"] == "partial"
     assert shown["seed"] == 7
     assert shown["sampling"] == {"max_tokens": 5}
+    used = shown["effective_sampling"]
+    assert (used["max_tokens"], used["temperature"], used["top_k"], used["top_p"]) == (5, 0.6, 9, 1.0)
+    add_part(tmp_path, 1, engine={**engine, "default_sampling": {"temperature": 0.7}})
+    assert make(tmp_path, 2, JobState.PARTIAL).effective_sampling is None  # there isn't one of all rows
+    for chunk in range(2):
+        add_part(tmp_path, chunk, engine={**engine, "default_sampling": {"temperature": -7}})
+    assert make(tmp_path, 2, JobState.PARTIAL).effective_sampling is None
     assert shown["input"] == {"source": "in.jsonl", "sha256": "abc", "num_bytes": 9}
     assert shown["submitted_at"] == "2023-11-14T22:13:20Z"
     assert shown["parts"][0]["name"] == "part-000000.parquet"

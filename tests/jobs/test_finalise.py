@@ -9,11 +9,12 @@ import pytest
 import redis
 
 from minisgl_batch.errors import DamagedJobError, JobNotFoundError, OutputError, OutputNotAllowedError
+from minisgl_batch.sampling_params import NEUTRAL, SamplingParams
 from minisgl_jobs.dataset import MANIFEST, SUCCESS, clear_dataset, read_dataset, read_manifest
 from minisgl_jobs.finalise import finalise
 from minisgl_jobs.keys import queue_name
 from minisgl_jobs.leases import ChunkQueue, Lease
-from minisgl_jobs.model import JobSpec, JobState, RowError, RowResult
+from minisgl_jobs.model import EngineInfo, JobSpec, JobState, RowError, RowResult
 from minisgl_jobs.outbox import Outbox
 from minisgl_jobs.owner import OWNER, claim_output
 from minisgl_jobs.parts import Part, PartInfo, commit_part, part_name, part_names, scan_parts, write_part
@@ -29,7 +30,8 @@ class Writer:
 
     def __init__(self, client: redis.Redis, folder: Path, num_rows: int = 10) -> None:
         self.jobs = JobQueue(client)
-        self.chunks = ChunkQueue(client, MODEL, "w1", engine={"dtype": "float32", "tp": 1})
+        engine: EngineInfo = {"dtype": "float32", "tp": 1, "default_sampling": {"temperature": 0.6}}
+        self.chunks = ChunkQueue(client, MODEL, "w1", engine=engine)
         self.outbox = Outbox(client, queue_name(MODEL))
         self.folder = folder / "out"
         self.spec: JobSpec = submit(self.jobs, make_spec(num_rows, 4, output=str(self.folder)))
@@ -88,7 +90,9 @@ def test_a_finished_job_has_manifest_and_success(writer: Writer) -> None:
     manifest = read_manifest(writer.folder)
     assert manifest is not None
     assert (manifest.state, manifest.num_ok, manifest.num_errors) == (JobState.FINISHED, 10, 0)
-    assert manifest.engines == [{"dtype": "float32", "tp": 1}]
+    assert manifest.engines == [writer.chunks.engine]
+    assert manifest.sampling == writer.spec.params
+    assert manifest.effective_sampling == writer.spec.params.over(SamplingParams(temperature=0.6), NEUTRAL)
     assert (writer.folder / SUCCESS).is_file()
     assert read_dataset(writer.folder)["row_index"].to_pylist() == list(range(10))
 

@@ -40,6 +40,7 @@ from minisgl_batch.tokenizer import (
     hide_torch,
     resolve_request,
 )
+from minisgl_jobs.dataset import DEFAULT_SAMPLING
 from minisgl_jobs.leases import ChunkQueue
 from minisgl_jobs.model import EngineInfo, Row
 from minisgl_jobs.outbox import Outbox
@@ -283,7 +284,7 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
     engine: EngineInfo = {
         **ready.description,
         "model_fingerprint": files,
-        "default_sampling": dict(tokenizer.default_sampling.given),
+        DEFAULT_SAMPLING: dict(tokenizer.default_sampling.given),
         "minisgl_batch": __version__,
         "torch": version("torch"),
     }

@@ -72,6 +72,7 @@ def test_how_many_are_too_long_and_rows_of_one_token(
     source = write_rows(tmp_path / "in.jsonl", rows)
     shown = run_cli("submit", source, "--model", "demo", "--dry-run", code=1).stdout
     assert "refused        2 rows can't be served: 1 of them too long for the context of " in shown
+    assert "\nprompt tokens  2 (1 a row)\n" in shown
     assert re.search(r"\n +1 +2  #+\n", shown), shown
     source = write_rows(tmp_path / "in.jsonl", rows[:1])
     shown = run_cli("submit", source, "--model", "demo", "--dry-run", code=1).stdout

@@ -36,9 +36,10 @@ def test_a_line_for_each_sample(run_cli: RunCli, client: redis.Redis, submit: Ca
 def test_a_job_that_waits_runs_and_finishes(client: redis.Redis, submit: Callable[..., str]) -> None:
     job_id = submit(["a", "b"])
     with Command("tail", job_id) as result:
-        result.wait_for("waiting: no worker for echo")
+        result.wait_for("the job is queued, waiting: no worker for echo")
         with EchoWorker(client):
             result.finish()
+    assert result.stderr.count("the job is queued") == 1
     assert sorted(result.stdout.splitlines()) == ["0\techo a", "1\techo b"]
     assert "is finished: 2 rows ok, 0 failed" in result.stderr
 

@@ -41,13 +41,19 @@ def test_status_of_everything(run_cli: RunCli, client: redis.Redis, submit: Call
 def test_watching_a_job_ends_with_it(client: redis.Redis, submit: Callable[..., str]) -> None:
     with EchoWorker(client, hold=True) as worker:
         job_id = submit(["a", "fail"])
-        with Command("status", job_id, "--watch", "--interval", 0.1, "--json") as plain:
+        with (
+            Command("status", job_id, "--watch", "--interval", 0.1, "--json") as plain,
+            Command("status", job_id, "--watch", "--interval", 0.1) as blocks,
+        ):
             plain.wait_for('"state": "running"')
+            blocks.wait_for("1 of 2 done")
             with Command("status", job_id, "--watch", terminal=True, TERM="xterm", NO_COLOR="1") as live:
                 live.wait_for("1 of 2 done")
                 worker.go_on.set()
                 plain.finish(code=1)
                 live.finish(code=1)
+                blocks.finish(code=1)
+    assert {block.count("\nstate") for block in blocks.stdout.strip("\n").split("\n\n")} == {1}
     assert json.loads(plain.stdout.splitlines()[-1])["state"] == "partial"
     assert "Traceback" not in live.stdout
     assert "partial" in live.stdout
