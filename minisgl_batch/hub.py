@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,7 +24,8 @@ _TEXT_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_COPIES = ["original/*", "consolidated*"]  # gpt-oss' and Mistral's weights once more, as their makers name them
 _ADAPTER = "adapter_config.json"
-_NUM_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of a file of weights
+_NUM_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of a large file
+_MAX_TEXT_BYTES = 64 << 20  # larger texts than a tokenizer's are no part of the model, such as what it was trained on
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -64,21 +67,29 @@ def commit_of(path: Path) -> str | None:
 def fingerprint(folder: Path) -> str:
     """Tells a model's files from others, without reading all of them: 16 hex digits.
 
-    Texts count as a whole; weights by their size and by samples that are spread over each file.
+    Texts count as a whole; weights, and texts that are as large, by their size and by samples that are spread over each
+    file. What can't be read, or is no file, doesn't count: whoever needs it says so.
     """
     found = hashlib.sha256()
     for pattern in (*_TEXT_FILES, *_WEIGHT_FILES):
         for path in sorted(folder.glob(pattern)):
-            size = path.stat().st_size
-            found.update(f"{path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                if pattern in _TEXT_FILES:
-                    found.update(file.read())
-                else:
-                    for sample in range(_NUM_SAMPLES):
-                        file.seek(size * sample // _NUM_SAMPLES)
-                        found.update(file.read(_SAMPLE_BYTES))
+            with suppress(OSError):
+                if path.is_file():
+                    found.update(_file_digest(path, is_text=pattern in _TEXT_FILES))
     return found.hexdigest()[:16]
+
+
+def _file_digest(path: Path, *, is_text: bool) -> bytes:
+    size = path.stat().st_size
+    digest = hashlib.sha256(os.fsencode(path.name) + f" {size}\n".encode())
+    with path.open("rb") as file:
+        if is_text and size <= _MAX_TEXT_BYTES:
+            digest.update(file.read(size))
+        else:
+            for sample in range(_NUM_SAMPLES):
+                file.seek(size * sample // _NUM_SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()
 
 
 def folder_of(model: str, revision: str | None) -> str:

@@ -52,6 +52,18 @@ def test_a_fingerprint_tells_replaced_files_from_the_same_in_another_place(tmp_p
     assert len({first, second, fingerprint(here)}) == 3
 
 
+def test_a_fingerprint_passes_over_what_is_no_file_and_reads_no_large_text(tmp_path: Path) -> None:
+    shutil.copytree(model_path(DEMO_MODEL), tmp_path, dirs_exist_ok=True)
+    first = fingerprint(tmp_path)
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "gone.txt").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert fingerprint(tmp_path) == first
+    with (tmp_path / "corpus.txt").open("wb") as file:
+        file.truncate(1 << 40)  # more than any memory
+    assert fingerprint(tmp_path) != first
+
+
 def test_weights_that_lie_there_twice_are_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{}")
     wanted = ["config.json", "model.safetensors", "chat_template.jinja"]
