@@ -23,6 +23,7 @@ from minisgl_jobs.results import OPTIONAL_COLUMNS, result_schema
 
 _AS_JSON = b"minisgl_json"  # in the metadata of a schema whose columns travel as JSON
 _INT64 = range(-(1 << 63), 1 << 63)
+_EXACT_IN_FLOAT64 = range(-(1 << 53), (1 << 53) + 1)
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")  # as in JSON: 007 is a text
 _MAX_NUMBER_CHARS = 400
 _FLAGS = {text: text.lower() == "true" for text in ("true", "false", "True", "False", "TRUE", "FALSE")}
@@ -59,8 +60,10 @@ class KeptRows:
             kinds_of: Callable[[Any], Iterable[str]] = _cell_kinds
         else:
             values, kinds_of = [fields.get(column) for column in self._columns], _kinds
-        for kinds, value in zip(self._kinds, values, strict=True):
-            if value is not None and "text" not in kinds:
+        for column, kinds, value in zip(self._columns, self._kinds, values, strict=True):
+            if value is None:
+                kinds.update(("nothing",) if column in fields else ())
+            elif "text" not in kinds:
                 kinds.update(kinds_of(value))
         self._rows.append(tuple(None if value is None else json.dumps(value, ensure_ascii=False) for value in values))
 
@@ -216,7 +219,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
-        return "int" if value in _INT64 else "json"
+        return "int" if value in _EXACT_IN_FLOAT64 else "wide int" if value in _INT64 else "json"
     if isinstance(value, float):
         return "float"
     return "text" if isinstance(value, str) else "json"
@@ -227,7 +230,7 @@ def _common_type(kinds: set[str]) -> pa.DataType:
     kinds = kinds - {"nothing"}
     if kinds == {"bool"}:
         return pa.bool_()
-    if kinds == {"int"}:
+    if kinds and kinds <= {"int", "wide int"}:
         return pa.int64()
     if kinds and kinds <= {"int", "float"}:
         return pa.float64()
