@@ -79,7 +79,7 @@ class Resumption:
         num_rows: rows that aren't generated again, those of unfinished chunks (about, with several samples a row)
             included.
         is_complete: whether nothing is left to do: all parts and `_SUCCESS` are there.
-        engines: what has generated the rows that are there.
+        engines: what has generated these rows.
     """
 
     epoch: int
@@ -88,6 +88,11 @@ class Resumption:
     num_rows: int = 0
     is_complete: bool = False
     engines: Sequence[EngineInfo] = ()
+
+    @property
+    def num_retried(self) -> int:
+        """Rows of whole chunks that have failed and run again."""
+        return self.num_failed - sum(self.done.values())
 
 
 def find_earlier(folder: Place) -> Earlier | None:
@@ -145,13 +150,14 @@ def resume(
     ours = [info for info in parts if info.chunk < len(hashes) and info.input_sha256 == hashes[info.chunk].hex()]
     whole = [info for info in ours if info.is_whole]
     done = {info.chunk: info.num_failed for info in whole if not (retry_failed and info.num_failed)}
+    kept = [info for info in ours if info.chunk in done or _num_ok(info, spec)]
     return Resumption(
         epoch,
         done,
         num_failed=sum(info.num_failed for info in whole),
         num_rows=sum(_num_ok(info, spec) for info in ours) + sum(done.values()),
         is_complete=earlier.is_complete and len(done) == spec.num_chunks,
-        engines=distinct(engine for info in ours for engine in info.engines),
+        engines=distinct(engine for info in kept for engine in info.engines),
     )
 
 

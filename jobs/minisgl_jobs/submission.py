@@ -143,6 +143,8 @@ def prepare(
     folder = output_folder(output, job_id)
     if overwrite and retry_failed:
         raise InvalidParameterError("retry_failed", "stands beside `overwrite`, which leaves nothing to retry")
+    if retry_failed and output is None and given_id is None:
+        raise InvalidParameterError("retry_failed", "needs the dataset whose rows have failed: give its `output`")
     level = _priority(priority)
     read, params = read or ReadOptions(), params or SamplingParams()
     earlier = None if overwrite else find_earlier(folder)

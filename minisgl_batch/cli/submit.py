@@ -147,7 +147,7 @@ def _failed_there(resumption: Resumption) -> str:
     """What there is to say of failed rows that are in the output."""
     if not resumption.num_failed:
         return ""
-    if sum(resumption.done.values()) < resumption.num_failed:
-        runs = "failed row runs" if resumption.num_failed == 1 else "failed rows run"
-        return f"; {resumption.num_failed:,} {runs} again"
+    if resumption.num_retried:
+        runs = "failed row runs" if resumption.num_retried == 1 else "failed rows run"
+        return f"; {resumption.num_retried:,} {runs} again"
     return f", {resumption.num_failed:,} of them failed; to run those again: the same command with --retry-failed"

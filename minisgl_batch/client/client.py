@@ -137,7 +137,7 @@ class Client:
             UsageError: an argument has a value that can't be used; names it.
             JobNotFoundError: there is no job `after` (any more).
             JobStateError: another job has this id, or writes to the folder that is to be overwritten, or the job
-                `after` has failed or was canceled.
+                `after` has failed or was canceled, or `retry_failed` is for a job that hasn't ended.
             RedisUnavailableError: Redis stayed away. RedisFullError: Redis has no room for the job.
         """
         if after is not None:
@@ -239,7 +239,11 @@ class Client:
         return JobHandle(self._redis, self._queue, spec.job_id)
 
     def _begin_resuming(self, spec: JobSpec, resumption: Resumption) -> bool:
-        """Make room for a job that goes on; False when it is under way, or has nothing left to do."""
+        """Make room for a job that goes on; False when it is under way, or has nothing left to do.
+
+        Raises:
+            JobStateError: it is under way, and rows of it that have failed were to run again.
+        """
         try:
             state = self._queue.status(spec.job_id).state
         except JobNotFoundError:  # expired, purged, or lost with its Redis
@@ -247,6 +251,11 @@ class Client:
         if state is JobState.SUBMITTING:
             self._queue.drop(spec)
             return True
+        if not state.is_final and resumption.num_retried:
+            raise JobStateError(
+                f"job {spec.job_id} is {state.value}: its failed rows can run again when it has ended "
+                f"(minisgl-batch status {spec.job_id})"
+            )
         if not state.is_final or (state.is_complete and len(resumption.done) == spec.num_chunks):
             return False
         with suppress(JobNotFoundError):

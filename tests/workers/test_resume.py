@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from minisgl_batch.client import Client, JobHandle
-from minisgl_batch.errors import OutputError, UsageError
+from minisgl_batch.errors import JobStateError, OutputError, UsageError
 from minisgl_jobs.dataset import SUCCESS, read_manifest
 from minisgl_jobs.model import EngineInfo, JobState
 from minisgl_jobs.owner import OWNER
@@ -254,6 +254,43 @@ def test_failed_rows_run_again_when_asked_for(
     assert {name for name in new if new[name] != old[name]} == {part_name(0), part_name(2)}
     with pytest.raises(UsageError, match="`overwrite`, which leaves nothing to retry"):
         submit(retry_failed=True, overwrite=True)
+
+
+def test_failed_rows_of_a_job_that_is_under_way_do_not_run_again(client: redis.Redis, submit: Submit) -> None:
+    with group(client, MODEL) as worker:
+        job = submit()
+        do_chunks(worker, 1)
+        assert submit(retry_failed=True).id == job.id  # none has failed so far
+        work = worker.take()
+        worker.run(work, fails=lambda row: row.row_index == CHUNK)
+        worker.commit(work)
+        with pytest.raises(JobStateError, match=r"is running: its failed rows can run again when it has ended"):
+            submit(retry_failed=True)
+        assert job.status().rows_done == 2 * CHUNK
+        worker.run_all()
+        finish(worker, submit(retry_failed=True))
+        assert Counter(worker.ran) == Counter({(row, 0): 1 for row in range(ROWS)}) + Counter([(CHUNK, 0)])
+
+
+def test_engines_whose_rows_all_run_again_are_none_of_those_that_are_there(
+    client: redis.Redis, submit: Submit, source: Path, tmp_path: Path
+) -> None:
+    with group(client, MODEL, engine={"tp": 1}) as worker:
+        submit(limit=CHUNK)
+        work = worker.take()
+        worker.run(work, fails=lambda _: True)
+        worker.commit(work)
+        worker.end_jobs()
+    options: dict[str, Any] = {"model": MODEL, "output": tmp_path / "out", "read": ReadOptions(limit=CHUNK)}
+    for retry_failed, engines in ((False, [{"tp": 1}]), (True, [])):
+        with prepare(source, retry_failed=retry_failed, **options) as again:
+            assert again.resumption is not None
+            assert again.resumption.engines == engines
+
+
+def test_failed_rows_of_no_dataset(source: Path) -> None:
+    with pytest.raises(UsageError, match="retry_failed: needs the dataset whose rows have failed: give its `output`"):
+        prepare(source, model=MODEL, retry_failed=True)
 
 
 def test_failed_rows_stay_for_a_retry(client: redis.Redis, submit: Submit) -> None:
