@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -10,12 +9,11 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from minisgl_batch.cli.console import talk
 from minisgl_batch.cli.sections import Number, SectionOption, WholeNumber
+from minisgl_batch.cli.values import json_file, json_text, schema_file, several, token_biases, token_ids, valid_unicode
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig, KVCacheDtype, Quantization
 from minisgl_batch.errors import InvalidParameterError, MiniSGLError
 from minisgl_batch.sampling_params import MAX_N, SamplingParams, Truncate
-from minisgl_batch.words import is_unicode
 from minisgl_jobs.faults import MAX_SHOWN
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -23,7 +21,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ATTENTION_BACKENDS = "auto, torch, triton, fa, fi, trtllm, fa,cuda and fa,fi"
 ENGINE = "Engine (or in the environment as MINISGL_..., such as MINISGL_TP)"
 SAMPLING = "Sampling"
-MAX_FILE_BYTES = 16 << 20  # of one that an option names: devices and wrong files may have no end
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "continue_final_message", "split_reasoning", "stop_in_reasoning")
 _COUNT: dict[str, Any] = {"type": WholeNumber(min=1), "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
@@ -84,71 +81,6 @@ def job_shell_complete(ctx: click.Context, _param: click.Parameter, incomplete: 
     with suppress(MiniSGLError), Client(ctx.params.get("redis_url")) as client:
         return [job.job_id for job in client.jobs(limit=1000) if job.job_id.startswith(incomplete)]
     return []
-
-
-def token_ids(text: str) -> tuple[int, ...]:
-    """Ids with commas between them."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{text!r} isn't token ids such as 1,2") from None
-
-
-def token_biases(text: str) -> dict[str, float]:
-    """ID:BIAS with commas between them."""
-    try:
-        pairs = [(token.strip(), float(bias)) for token, bias in (part.split(":") for part in text.split(","))]
-    except ValueError:
-        raise click.BadParameter(f"{text!r} isn't token ids with numbers such as 5:-100,7:2.5") from None
-    if len(biases := dict(pairs)) < len(pairs):
-        raise click.BadParameter(f"{text!r} names a token twice")
-    return biases
-
-
-def json_text(text: str) -> Any:
-    """What a JSON text says."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise click.BadParameter(f"{text!r} isn't JSON") from None
-
-
-def json_file(path: str) -> Any:
-    """What a JSON file or pipe of at most MAX_FILE_BYTES holds."""
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise click.BadParameter(f"can't read {path}: {error.strerror}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise click.BadParameter(f"{path} holds more than {MAX_FILE_BYTES >> 20} MiB: is it the right file?")
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        raise click.BadParameter(f"{path} isn't JSON") from None
-
-
-def schema_file(path: str) -> dict[str, Any]:
-    """The JSON schema in a file."""
-    schema = json_file(path)
-    if not isinstance(schema, dict):
-        raise click.BadParameter(f"{path} holds no JSON schema, which is an object")
-    return schema
-
-
-def several(_ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    """Texts as they were given; a list in one text is hardly meant."""
-    if len(value) == 1 and "," in value[0]:
-        option = param.opts[0]
-        talk(f"warning: {option} {value[0]!r} is one text; give each its own: {option} ... {option} ...")
-    return value
-
-
-def valid_unicode(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
-    """A text or several as they were given, if they can be stored and sent."""
-    if not is_unicode("".join(value or ())):
-        raise click.BadParameter(f"{value!r} isn't valid Unicode")
-    return value
 
 
 redis_option = click.option(

@@ -16,10 +16,10 @@ from minisgl_batch.cli.options import (
     json_option,
     model_option,
     redis_option,
-    valid_unicode,
 )
 from minisgl_batch.cli.sections import Number, SectionedCommand, WholeNumber
 from minisgl_batch.cli.service import open_redis
+from minisgl_batch.cli.values import valid_unicode
 from minisgl_batch.errors import InvalidParameterError, UsageError
 from minisgl_jobs.connection import safe_url
 from minisgl_jobs.leases import LEASE_S

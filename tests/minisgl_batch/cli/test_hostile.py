@@ -18,7 +18,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from minisgl_batch.cli.main import COMMANDS, cli
-from minisgl_batch.cli.options import MAX_FILE_BYTES, schema_file
+from minisgl_batch.cli.values import MAX_FILE_BYTES, schema_file
 from minisgl_batch.client import Client
 from minisgl_jobs.keys import QUEUES, QueueKeys, queue_name
 from tests.minisgl_batch.cli.conftest import RunCli, write_rows
