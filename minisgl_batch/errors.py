@@ -162,6 +162,10 @@ class OutputDeniedError(OutputError):
     """Raised when a folder can't be written from here, however much room there is: others may, or nobody."""
 
 
+class OutputDamagedError(OutputError):
+    """Raised when a part of a dataset isn't what was written: trying again is of no use."""
+
+
 class OutputTakenError(OutputError, UsageError):
     """Raised when a new job can't have a folder for its output: it holds other data."""
 

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from minisgl_batch.errors import (
     DamagedJobError,
     InputUnreachableError,
+    OutputDamagedError,
     OutputDeniedError,
     OutputError,
     OutputLostError,
@@ -133,16 +134,15 @@ def _rename_committed(job: FinalisingJob, folder: Place, roots: AllowedRoots) ->
 def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: AllowedRoots) -> None:
     """Save the finished rows of chunks that a canceled job didn't finish, in a retry beside the old ones."""
     for chunk in job.left_over:
-        path = folder / part_name(chunk)
+        before = _part_before(folder / part_name(chunk))
         rows, kept, sha256 = job.spec.chunk_range(chunk), None, ""
         results = {key: decode_result(data) for key, data in outbox.spooled(job.spec.job_id, chunk).items()}
         engines = job.engines if results else []
-        if path.exists():
-            before = read_part(path).info
-            if before.epoch == job.epoch:
+        if before is not None:
+            info, part = before
+            if info.epoch == job.epoch:
                 continue  # this was done before
-            part, sha256 = read_part_table(path), before.input_sha256
-            engines = [*before.engines, *engines]
+            sha256, engines = info.input_sha256, [*info.engines, *engines]
             old = table_to_results(part)
             results = {(result.row_index, result.sample_index): result for result in old} | results
             kept = columns_of(part, rows, job.spec.kept)
@@ -166,6 +166,17 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: A
         commit_part(folder, chunk, job.epoch, token, roots=roots)
 
 
+def _part_before(path: Place) -> tuple[PartInfo, pa.Table] | None:
+    """What is there of a chunk; None for nothing, and where it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return read_part(path).info, read_part_table(path)
+    except OutputDamagedError as error:
+        logger.warning("its rows are lost: %s", error)
+        return None
+
+
 def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int, roots: AllowedRoots) -> tuple[pa.Table | None, str]:
     """What a chunk keeps of the input, and its hash; neither where it can't be read: the job is over all the same."""
     reader = ChunkReader(roots)
@@ -182,9 +193,9 @@ def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int, roots: AllowedRo
 def _manifest(job: FinalisingJob, folder: Place, damage: str) -> Manifest:
     parts = scan_parts(folder)
     state, reason = _outcome(job, parts, damage)
+    rows_ok, rows_error = job.rows_ok, job.rows_error
     if not state.is_complete:
-        parts = [part for part in parts if part.info.job_id == job.spec.job_id]
-    rows_ok, rows_error = (job.rows_ok, job.rows_error) if state.is_complete else _count_rows(folder, parts)
+        parts, rows_ok, rows_error = _whats_there(folder, [p for p in parts if p.info.job_id == job.spec.job_id])
     return make_manifest(
         job.spec,
         parts,
@@ -196,15 +207,23 @@ def _manifest(job: FinalisingJob, folder: Place, damage: str) -> Manifest:
     )
 
 
-def _count_rows(folder: Place, parts: list[Part]) -> tuple[int, int]:
-    """The rows of an incomplete job that are ok and not, from the data: the queue counts lost chunks, too."""
-    rows_ok = rows_error = 0
+def _whats_there(folder: Place, parts: list[Part]) -> tuple[list[Part], int, int]:
+    """The parts of an incomplete job that can be read, and their rows that are ok and not.
+
+    From the data: the queue counts lost chunks, too.
+    """
+    rows_ok, rows_error, there = 0, 0, []
     for part in parts:
-        table = read_part_table(folder / part.name, ["row_index", "status"])
+        try:
+            table = read_part_table(folder / part.name, ["row_index", "status"])
+        except OutputDamagedError as error:
+            logger.warning("its rows are lost: %s", error)
+            continue
+        there.append(part)
         failed = set(table.filter(pc.equal(table["status"], "error"))["row_index"].to_pylist())
         rows_error += len(failed)
         rows_ok += len(set(table["row_index"].to_pylist()) - failed)
-    return rows_ok, rows_error
+    return there, rows_ok, rows_error
 
 
 def _outcome(job: FinalisingJob, parts: list[Part], damage: str) -> tuple[JobState, str | None]:
@@ -220,5 +239,5 @@ def _outcome(job: FinalisingJob, parts: list[Part], damage: str) -> tuple[JobSta
     missing = sorted(vanished.union(missing_chunks(job.spec, parts)))
     if missing:
         first = part_name(missing[0])
-        return JobState.FAILED, f"{job.spec.output} lacks {len(missing)} committed parts, the first is {first}"
+        return JobState.FAILED, f"{job.spec.output} lacks {count(len(missing), 'committed part')}, the first is {first}"
     return (JobState.PARTIAL if job.rows_error else JobState.FINISHED), None

@@ -9,6 +9,7 @@ Knows nothing of Redis. Called by frontends (write, commit) and finalise (commit
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -22,10 +23,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from minisgl_batch.errors import DamagedJobError, OutputDeniedError, OutputError, UsageError
+from minisgl_batch.errors import DamagedJobError, OutputDamagedError, OutputDeniedError, OutputError, UsageError
 from minisgl_jobs.model import SCHEMA_VERSION, EngineInfo
 from minisgl_jobs.places import Place, RemotePath, list_names, make_folder, move, num_bytes, place, remove, write_whole
 from minisgl_jobs.roots import AllowedRoots
+
+logger = logging.getLogger(__name__)
 
 PART_PATTERN = re.compile(r"part-(\d{6,})\.parquet")
 PENDING_PATTERN = re.compile(r"\.part-(\d+)-(\d+)\.(.+)")
@@ -161,7 +164,7 @@ def read_part(path: Place) -> Part:
     """What a part's footer says.
 
     Raises:
-        OutputError: the file can't be read, is damaged or isn't a part.
+        OutputError: the file can't be read. OutputDamagedError: it is damaged or isn't a part.
     """
     try:
         with _parquet_source(path) as source:
@@ -169,34 +172,34 @@ def read_part(path: Place) -> Part:
         info = msgspec.json.decode(metadata[_METADATA_KEY], type=PartInfo)
         return Part(path.name, num_bytes(path), info)
     except (OSError, pa.ArrowException, KeyError, msgspec.DecodeError) as error:
-        raise OutputError(f"{path} isn't a whole part of a dataset: {error}") from error
+        raise _reading_error(error)(f"{path} isn't a whole part of a dataset: {error}") from error
 
 
 def read_part_table(path: Place, columns: Sequence[str] | None = None) -> pa.Table:
     """A part's results.
 
     Raises:
-        OutputError: the file can't be read or is damaged.
+        OutputError: the file can't be read. OutputDamagedError: it is damaged.
     """
     try:
         with _parquet_source(path) as source, pq.ParquetFile(source) as file:
             table = file.read(columns=None if columns is None else list(columns))
     except (OSError, pa.ArrowException) as error:
-        raise OutputError(f"{path} can't be read: {error}") from error
+        raise _reading_error(error)(f"{path} can't be read: {error}") from error
     return table.replace_schema_metadata(None)
 
 
 def scan_parts(folder: Place) -> list[Part]:
-    """The committed parts of a folder in chunk order, none if there is no such folder.
+    """The committed parts of a folder in chunk order, none if there is no such folder; damaged ones count as missing.
 
     Raises:
         OutputError: the folder or a part can't be read.
     """
     paths = [folder / name for name in part_names(folder)]
     if not isinstance(folder, RemotePath):
-        return [read_part(path) for path in paths]
+        return [part for path in paths if (part := _undamaged(path)) is not None]
     with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="parts") as readers:
-        return list(readers.map(read_part, paths))
+        return [part for part in readers.map(_undamaged, paths) if part is not None]
 
 
 def part_names(folder: Place) -> list[str]:
@@ -283,6 +286,20 @@ def output_place(output: str, roots: AllowedRoots | None = None) -> Place:
     folder = folder.resolve()
     roots.check_writing(folder)
     return folder
+
+
+def _undamaged(path: Place) -> Part | None:
+    try:
+        return read_part(path)
+    except OutputDamagedError as error:
+        logger.warning("it counts as missing: %s", error)
+        return None
+
+
+def _reading_error(error: Exception) -> type[OutputError]:
+    """What it means that a part can't be read: Arrow's own errors about contents have no number of the system's."""
+    is_access = isinstance(error, OSError) and error.errno is not None
+    return OutputError if is_access else OutputDamagedError
 
 
 def _parquet_source(path: Place) -> Any:

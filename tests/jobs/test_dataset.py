@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from minisgl_batch.errors import (
+    OutputDamagedError,
     OutputError,
     OutputLostError,
     OutputNotAllowedError,
@@ -48,6 +49,7 @@ from minisgl_jobs.parts import (
     output_place,
     part_name,
     pending_name,
+    read_part,
     remove_leftovers,
     scan_parts,
     write_part,
@@ -318,8 +320,9 @@ def test_damaged_datasets_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(OutputError, match=r"part-000001\.parquet can't be read"):
         list(read_batches(tmp_path))
-    with pytest.raises(OutputError, match=r"part-000001\.parquet isn't a whole part"):
-        scan_parts(tmp_path)
+    with pytest.raises(OutputDamagedError, match=r"part-000001\.parquet isn't a whole part"):
+        read_part(path)
+    assert [part.name for part in scan_parts(tmp_path)] == ["part-000000.parquet"]
     path.unlink()
     with pytest.raises(OutputError, match=r"part-000001\.parquet can't be read"):
         read_dataset(tmp_path)

@@ -234,9 +234,13 @@ def test_finalise_that_died_before_its_last_step_is_repeated(writer: Writer, mon
     assert finalise(writer.outbox, writer.spec.job_id, 0) is JobState.FINISHED
 
 
-def test_a_lost_part_fails_the_job_and_says_which(writer: Writer) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_lost_or_damaged_part_fails_the_job_and_says_which(writer: Writer, is_damaged: bool) -> None:
     writer.run(errors=1)
-    (writer.folder / part_name(1)).unlink()
+    if is_damaged:
+        (writer.folder / part_name(1)).write_bytes(b"PAR1 no more")
+    else:
+        (writer.folder / part_name(1)).unlink()
     assert writer.finalise() is JobState.FAILED
     status = writer.jobs.status(writer.spec.job_id)
     assert "part-000001.parquet" in status.error

@@ -223,6 +223,25 @@ def test_parts_that_are_lost_or_damaged_are_made_again(client: redis.Redis, subm
         assert len(worker.ran) == ROWS + 2 * CHUNK
 
 
+@pytest.mark.parametrize("num_new", [0, 1])
+def test_a_damaged_part_keeps_no_canceled_job_from_ending(
+    client: redis.Redis, submit: Submit, tmp_path: Path, rng: random.Random, num_new: int
+) -> None:
+    with group(client, MODEL) as worker:
+        finish(worker, submit())
+        damaged = tmp_path / "out" / part_name(0)
+        content = damaged.read_bytes()
+        damaged.write_bytes(rng.choice((b"", content[: len(content) // 2], content.replace(b'"job_id"', b'"job_1d"'))))
+        job = submit()
+        worker.run_some(worker.take(), num_new)
+        cancel(worker, job)
+        manifest = read_manifest(tmp_path / "out")
+        assert manifest is not None
+        assert (manifest.num_ok, manifest.num_errors) == (ROWS - CHUNK + num_new, 0)
+        assert job.results()["row_index"].to_pylist() == [*range(num_new), *range(CHUNK, ROWS)]
+        finish(worker, submit())
+
+
 def test_failed_rows_run_again_when_asked_for(
     client: redis.Redis, submit: Submit, source: Path, tmp_path: Path
 ) -> None:
