@@ -242,16 +242,17 @@ class Client:
         """Make room for a job that goes on; False when it is under way, or has nothing left to do.
 
         Raises:
-            JobStateError: it is under way, and rows of it that have failed were to run again.
+            JobStateError: it is under way, and rows that were to run again stay failed until its end.
         """
         try:
-            state = self._queue.status(spec.job_id).state
+            status = self._queue.status(spec.job_id)
         except JobNotFoundError:  # expired, purged, or lost with its Redis
             return True
+        state = status.state
         if state is JobState.SUBMITTING:
             self._queue.drop(spec)
             return True
-        if not state.is_final and resumption.num_retried:
+        if not state.is_final and resumption.num_retried and status.rows_error:
             raise JobStateError(
                 f"job {spec.job_id} is {state.value}: its failed rows can run again when it has ended "
                 f"(minisgl-batch status {spec.job_id})"
