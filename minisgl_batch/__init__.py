@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from minisgl_batch._version import __version__
+from minisgl_batch.engine_extra import require_engine
 from minisgl_batch.errors import MiniSGLError
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.structured_outputs import StructuredOutputsParams
@@ -40,5 +41,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        if name == "LLM":
+            require_engine()
         return getattr(import_module(f"minisgl_batch.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

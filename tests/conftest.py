@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -33,6 +34,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if torch.cuda.device_count() < needed:
             pytest.skip("needs a CUDA GPU" if needed == 1 else f"needs {needed} CUDA GPUs")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Commands that run in this process set up its logging, which is no other test's business."""
+    level, handlers = logging.root.level, logging.root.handlers.copy()
+    yield
+    logging.root.setLevel(level)
+    logging.root.handlers[:] = handlers
 
 
 @pytest.fixture

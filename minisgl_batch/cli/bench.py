@@ -14,7 +14,7 @@ import click
 from minisgl_batch.child_process import DUMP_STACKS_ENV, setup_logging
 from minisgl_batch.cli.options import engine_config, engine_options, model_option
 from minisgl_batch.cli.sections import Number, SectionedCommand, WholeNumber
-from minisgl_batch.cli.worker import require_engine
+from minisgl_batch.engine_extra import require_engine
 
 _PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "transformers")
 

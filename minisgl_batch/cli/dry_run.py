@@ -16,7 +16,7 @@ import click
 
 from minisgl_batch.cli.console import print_fields, print_line, show_num_left_out, talk
 from minisgl_batch.cli.service import open_client
-from minisgl_batch.cli.worker import missing_engine_modules
+from minisgl_batch.engine_extra import missing_engine_modules
 from minisgl_batch.errors import InvalidParameterError, ModelError, RedisUnavailableError, RequestError
 from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.hub import commit_of, model_path

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from minisgl_batch.cli.worker import missing_engine_modules
+from minisgl_batch.engine_extra import missing_engine_modules
 from minisgl_batch.errors import InvalidParameterError, RequestError
 from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.hub import model_path

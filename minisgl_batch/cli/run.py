@@ -31,8 +31,9 @@ from minisgl_batch.cli.sections import SectionedCommand
 from minisgl_batch.cli.service import open_redis
 from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.submit import tell_of_input
-from minisgl_batch.cli.worker import describe_engine, require_engine, worker_options
+from minisgl_batch.cli.worker import describe_engine, worker_options
 from minisgl_batch.client import Client, JobHandle
+from minisgl_batch.engine_extra import require_engine
 from minisgl_batch.errors import JobStateError, OutputError, RedisUnavailableError, WorkerError
 from minisgl_jobs.folder_lock import lock_folder
 from minisgl_jobs.keys import is_job_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,14 +19,14 @@ from minisgl_batch.cli.options import (
 from minisgl_batch.cli.sections import Number, SectionedCommand, WholeNumber
 from minisgl_batch.cli.service import open_redis
 from minisgl_batch.cli.values import valid_unicode
-from minisgl_batch.errors import InvalidParameterError, UsageError
+from minisgl_batch.engine_extra import require_engine
+from minisgl_batch.errors import InvalidParameterError
 from minisgl_jobs.connection import safe_url
 from minisgl_jobs.leases import LEASE_S
 from minisgl_jobs.roots import SEPARATOR, VARIABLE
 from minisgl_workers.options import DRAIN_S, HANG_S, INPUT_S, Node, WorkerOptions
 
 _FOR_THE_RECORD = ("model_fingerprint", "default_sampling", "minisgl_batch", "torch")  # see `workers --json`
-_ENGINE_MODULES = ("torch", "transformers", "tokenizers", "safetensors", "zmq", "llguidance")
 
 
 class Root(click.types.StringParamType):
@@ -149,18 +148,6 @@ def node_options(options: dict[str, Any], num_groups: int) -> Node | None:
     if not host or not port.isdigit():
         raise InvalidParameterError("rendezvous", "several --nodes need --rendezvous HOST:PORT, of the first of them")
     return Node(num_nodes, rank, rendezvous)
-
-
-def require_engine() -> None:
-    """Raise UsageError where only the client is installed."""
-    missing = missing_engine_modules()
-    if missing:
-        raise UsageError(f"the engine isn't installed ({', '.join(missing)}): pip install 'minisgl-batch[engine]'")
-
-
-def missing_engine_modules() -> list[str]:
-    """Packages of the `engine` extra that aren't installed."""
-    return [name for name in _ENGINE_MODULES if importlib.util.find_spec(name) is None]
 
 
 def worker_options(options: dict[str, Any], redis_url: str, node: Node | None = None) -> WorkerOptions:

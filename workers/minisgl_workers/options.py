@@ -6,7 +6,6 @@ import msgspec
 
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.place import RankPlace
-from minisgl_batch.models.fetch import fetch_model
 from minisgl_jobs.leases import LEASE_S
 
 DRAIN_S = 20.0
@@ -62,6 +61,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def fetched(self) -> WorkerOptions:
         """With what `fetch_model` makes of the engine's; jobs call the model as before. Errors as there."""
+        from minisgl_batch.models.fetch import (
+            fetch_model,
+        )  # needs the engine, which commands that only read options don't
+
         return msgspec.structs.replace(self, engine=fetch_model(self.engine), served_model_name=self.model)
 
 

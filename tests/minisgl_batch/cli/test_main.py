@@ -6,16 +6,20 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
+import redis
 from click.testing import CliRunner
 
 from minisgl_batch import __version__
 from minisgl_batch.cli.main import COMMANDS, cli, main
 from minisgl_batch.client import Client
 from minisgl_batch.errors import InvalidParameterError, ModelError, ModelUnavailableError, UsageError
-from tests.minisgl_batch.cli.conftest import RunCli
+from minisgl_workers.embedded_redis import EmbeddedRedis
+from tests.minisgl_batch.cli.conftest import RunCli, end, write_rows
+from tests.minisgl_batch.echo_worker import MODEL
 from tests.processes import run_python
 
 
@@ -52,6 +56,51 @@ def test_help_loads_nothing_slow() -> None:
 def test_commands_load_no_torch() -> None:
     modules = ", ".join(f"minisgl_batch.cli.{name}" for name in COMMANDS)
     assert run_python(f"import sys, {modules}; print('torch' in sys.modules)") == "False\n"
+
+
+# A module that is None there can't be found.
+CLIENT_ALONE = """
+import sys
+from minisgl_batch.cli.main import COMMANDS, cli
+from minisgl_batch.engine_extra import ENGINE_MODULES
+sys.modules.update(dict.fromkeys(ENGINE_MODULES))
+"""
+
+
+@pytest.mark.usefixtures("run_cli")
+def test_the_client_needs_no_extra(client: redis.Redis, redis_server: EmbeddedRedis, tmp_path: Path) -> None:
+    source, output = write_rows(tmp_path / "in.jsonl", ["a", "b"]), tmp_path / "out"
+    options = ["submit", str(source), "--model", MODEL, "--redis", redis_server.url, "-o", str(output)]
+    program = f"""
+for name in COMMANDS:
+    cli([name, "--help"], standalone_mode=False)
+cli([*{options}, "--dry-run"], standalone_mode=False)
+cli([*{options}, "--structured-outputs", '{{"regex": "a+"}}'], standalone_mode=False)
+"""
+    said = run_python(CLIENT_ALONE + program).splitlines()
+    assert sum(line.startswith("Usage: ") for line in said) == len(COMMANDS)
+    end(client, said[-1])
+
+
+@pytest.mark.parametrize("command", ["run no.jsonl --model demo", "worker --model demo", "bench U --model demo"])
+def test_what_needs_the_engine_says_so(command: str) -> None:
+    program = f"""
+try:
+    cli({command.split()}, prog_name="minisgl-batch")
+except SystemExit as end:
+    print(end.code)
+try:
+    from minisgl_batch import LLM
+except UsageError as error:
+    print(error)
+"""
+    said = run_python(f"{CLIENT_ALONE}from minisgl_batch.errors import UsageError\nsys.stderr = sys.stdout\n{program}")
+    missing = "the engine isn't installed (torch, "
+    first, code, second = said.splitlines()
+    assert code == "2"
+    assert first.startswith(f"Error: {missing}")
+    assert second.startswith(missing)
+    assert second.endswith("pip install 'minisgl-batch[engine]'")
 
 
 @pytest.mark.parametrize(
