@@ -359,6 +359,17 @@ def test_nothing_is_submitted_to_the_folder_of_a_run(run_cli: RunCli, client: re
     assert list(client.scan_iter()) == []
 
 
+def test_a_job_that_may_not_go_on_is_not_said_to(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    job_id, folder = submit(["a"]), tmp_path / "out"
+    with lock_folder(folder, alone=True):
+        refused = run_cli("submit", tmp_path / "in.jsonl", "--model", MODEL, "-o", folder, code=2)
+    message = f"another run (job {job_id}) writes to {folder}: wait for its end, or use another folder"
+    assert refused.stderr == f"Error: {message}\n"
+    end(client, job_id)
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
