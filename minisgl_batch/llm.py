@@ -238,6 +238,7 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """Counters since the start: tokens, cache hits, steps."""
+        self._check_open()
         return self._engine.scheduler.stats()
 
     def close(self) -> None:
@@ -252,6 +253,10 @@ class LLM:
 
     # ------------------------------------------------------------- internals
 
+    def _check_open(self) -> None:
+        if not self._end.alive:
+            raise UsageError("this LLM is closed: make a new one")
+
     def _generate(self, inputs: list[PromptInput], params: Params, progress: bool) -> list[RequestOutput]:
         call = self._prepare(inputs, params)
         with progress_bar(len(call.uids()), shown=progress) as bar:
@@ -262,6 +267,7 @@ class LLM:
         return call.outputs()
 
     def _prepare(self, inputs: list[PromptInput], params: Params) -> Call:
+        self._check_open()
         layers = _layers(params, len(inputs))
         call = Call(inputs, self.tokenizer)
         encoded = self.tokenizer.encode_inputs(inputs, options=[ChatOptions.of(layer) for layer in layers])

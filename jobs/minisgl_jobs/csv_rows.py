@@ -9,7 +9,7 @@ from typing import Any
 from minisgl_batch.errors import InvalidInputError
 from minisgl_jobs.faults import FieldError
 from minisgl_jobs.model import InputInfo
-from minisgl_jobs.records import TableRow, check_columns, settings_columns, tidy
+from minisgl_jobs.records import TableRow, check_columns, field_of, settings_columns, tidy
 from minisgl_jobs.sources import MAX_LINE_BYTES, Input, csv_separator
 
 _SEPARATORS = ",;\t|"
@@ -32,7 +32,8 @@ class CsvFile:
         self._records = csv.reader(self._text, delimiter=_separator(lines.head()), strict=True)
         self._columns = self._header()
         check_columns(lines.name, self._columns, wanted, keep, settings=settings)
-        self._used = [*wanted, *(settings_columns(self._columns, wanted) if settings else ())]
+        used = [*wanted, *(settings_columns(self._columns, wanted) if settings else ())]
+        self._used = {column: field_of(column, wanted) for column in used}
         self._keep = keep
         self.position = lines.position
 
@@ -78,8 +79,9 @@ class CsvFile:
             problem = f"has {len(cells)} cells, and the header names {len(self._columns)} columns"
             return TableRow({}, FieldError("", problem, "quote cells that hold separators or line breaks"))
         row = dict(zip(self._columns, cells, strict=True))
-        values = {name: tidied for name in self._used if (tidied := tidy(name, row[name], is_text=True)) is not None}
-        return TableRow(values, cells=tuple(row[name] for name in self._keep))
+        values = {name: tidy(field, row[name], is_text=True) for name, field in self._used.items()}
+        given = {name: value for name, value in values.items() if value is not None}
+        return TableRow(given, cells=tuple(row[name] for name in self._keep))
 
     def _header(self) -> list[str]:
         try:

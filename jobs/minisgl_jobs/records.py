@@ -119,8 +119,14 @@ def settings_columns(columns: Collection[str], wanted: Collection[str]) -> list[
     return [column for column in columns if column in ROW_FIELDS and column not in taken]
 
 
-def tidy(column: str, value: Any, *, is_text: bool) -> Any:
-    """A cell as the row reader takes it; None for one that holds nothing.
+def field_of(column: str, wanted: Mapping[str, str]) -> str:
+    """The field that a column is read as: the one whose option names it, else the one that is called so."""
+    option = wanted.get(column)
+    return next((field for field, known in PROMPT_COLUMNS.items() if known == option), column)
+
+
+def tidy(field: str, value: Any, *, is_text: bool) -> Any:
+    """A cell of this field's column as the row reader takes it; None for one that holds nothing.
 
     Tables have no optional fields, so null, NaN and, in CSV, the empty text are "not given"; numbers that must be whole
     may be whole floats, as a column with nulls has them; what isn't text in CSV is written as JSON.
@@ -128,14 +134,14 @@ def tidy(column: str, value: Any, *, is_text: bool) -> Any:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, str):
-        if column in _JSON_TEXTS or column in _STRINGS or (column in PARAM_FIELDS and is_text):
-            return _whole(_parsed(column, value))
-        if column in ("metadata", "sampling_params"):
-            return _parsed(column, value) if value else None
-        return None if is_text and not value and column in ROW_FIELDS and column != "prompt" else value
-    if column in PARAM_FIELDS:
+        if field in _JSON_TEXTS or field in _STRINGS or (field in PARAM_FIELDS and is_text):
+            return _whole(_parsed(field, value))
+        if field in ("metadata", "sampling_params"):
+            return _parsed(field, value) if value else None
+        return None if is_text and not value and field in ROW_FIELDS and field != "prompt" else value
+    if field in PARAM_FIELDS:
         value = _whole(value)
-    if column in _TEXTS and isinstance(value, int):
+    if field in _TEXTS and isinstance(value, int):
         return str(value)
     return without_nulls(value)
 

@@ -18,7 +18,7 @@ from minisgl_batch.errors import InvalidInputError
 from minisgl_jobs.fields import PARAM_FIELDS
 from minisgl_jobs.model import InputInfo
 from minisgl_jobs.places import Place, num_bytes, open_binary
-from minisgl_jobs.records import TableRow, check_columns, settings_columns, tidy
+from minisgl_jobs.records import TableRow, check_columns, field_of, settings_columns, tidy
 from minisgl_jobs.sources import reading
 
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
@@ -75,7 +75,8 @@ class TableFile:
         columns = self._table.schema.names
         try:
             check_columns(name, columns, wanted, keep, settings=settings)
-            self._used = [*wanted, *(settings_columns(columns, wanted) if settings else ())]
+            used = [*wanted, *(settings_columns(columns, wanted) if settings else ())]
+            self._used = {column: field_of(column, wanted) for column in used}
             self._columns = list(dict.fromkeys([*self._used, *self._keep]))
             self._check_schema()
         except BaseException:
@@ -151,13 +152,15 @@ class TableFile:
         assert batch is not None
         if self._offset == batch.num_rows:
             self._current = None
-        values = {name: _cells(batch.column(name), is_setting=name in PARAM_FIELDS) for name in self._used}
+        values = {
+            name: _cells(batch.column(name), is_setting=field in PARAM_FIELDS) for name, field in self._used.items()
+        }
         kept = None
         if self._keep:
             arrays = [batch.column(field.name).cast(field.type) for field in self._schema]
             kept = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         for number in range(self._offset, batch.num_rows):
-            tidied = {name: tidy(name, cells[number], is_text=False) for name, cells in values.items()}
+            tidied = {name: tidy(self._used[name], cells[number], is_text=False) for name, cells in values.items()}
             row = {name: value for name, value in tidied.items() if value is not None}
             self._offset = number + 1
             self.position += 1

@@ -89,7 +89,7 @@ def cut_texts(manifest: Manifest) -> str:
     """How many texts ended for their length, "" for none."""
     if not manifest.num_cut:
         return ""
-    num_texts = sum(part.num_rows for part in manifest.parts)
+    num_texts = sum(part.num_rows for part in manifest.parts) - manifest.num_errors  # error rows hold none
     asked = manifest.sampling.structured_outputs
     what = "; as structured outputs these aren't complete" if asked is not None and asked.kinds else ""
     return f"{manifest.num_cut:,} of {count(num_texts, 'text')} ended by max_tokens or with the context{what}"

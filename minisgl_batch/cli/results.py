@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,9 @@ from minisgl_jobs.owner import read_owner
 from minisgl_jobs.parts import part_names
 from minisgl_jobs.places import Place, place
 from minisgl_jobs.stores import url_scheme
+
+_STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+_DESCRIPTOR = re.compile(r"/dev/(stderr)|(?:/dev/fd|/proc/self/fd)/([0-9]+)")
 
 
 @click.command()
@@ -54,6 +58,8 @@ def results(
     With --partial also those of a job that runs: of the parts that are written, and of rows that have finished since.
     In place of a job, the folder or URL of its dataset is enough: that is read as it is, without Redis.
     """
+    if output in _STDOUT:
+        output = None
     if as_json and output is None:
         raise UsageError("standard output has the results themselves: --json needs --output FILE")
     export_format = export_format or _format_of(output)
@@ -125,7 +131,7 @@ def _format_of(output: str | None) -> ExportFormat:
 
 @contextmanager
 def _target(output: str | None) -> Iterator[IO[bytes]]:
-    """Standard output, or a file that is there whole at the end or not at all; pipes and devices are written to."""
+    """Standard output, or a file that is there whole at the end or not at all; what is no file is written to."""
     if output is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -134,6 +140,10 @@ def _target(output: str | None) -> Iterator[IO[bytes]]:
     if os.path.isdir(path):  # where Path.is_dir fails, such as on a name that is too long, writing tells why
         raise InvalidParameterError("output", f"{output!r} is a folder: name a file")
     try:
+        if found := _DESCRIPTOR.fullmatch(output):  # which may append to a file: opened by name it would be replaced
+            with os.fdopen(os.dup(int(found[2] or 2)), "wb") as file:
+                yield file
+            return
         if path.exists() and not path.is_file():
             with path.open("wb") as file:
                 yield file

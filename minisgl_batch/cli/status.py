@@ -66,9 +66,9 @@ def status(
 def _show_job(look: Callable[[], Progress], interval: float | None, as_json: bool) -> Progress:
     def write(progress: Progress) -> None:
         if as_json:
-            print_json(progress_record(progress, _manifest(progress)))
+            print_json(progress_record(progress, _manifest(progress.status)))
         else:
-            print_fields(_fields(progress, _manifest(progress)))
+            print_fields(_fields(progress, _manifest(progress.status)))
             if interval is not None:
                 print_line("")
 
@@ -79,7 +79,7 @@ def _show_job(look: Callable[[], Progress], interval: float | None, as_json: boo
 
     def draw(progress: Progress) -> RenderableType:
         bar = ProgressBar(total=progress.num_rows, completed=progress.rows_done, width=40)
-        rows = ((name, value) for name, value in _fields(progress, _manifest(progress)) if value)
+        rows = ((name, value) for name, value in _fields(progress, _manifest(progress.status)) if value)
         return Group(table(("", ""), rows), bar)
 
     return watch(look, draw, write, interval_s=interval, is_over=lambda progress: progress.state.is_final)
@@ -106,12 +106,12 @@ def _show_overview(look: Callable[[], Overview], interval: float | None, as_json
         watch(look, draw, write, interval_s=interval)
 
 
-def _manifest(progress: Progress) -> Manifest | None:
+def _manifest(found: JobStatus) -> Manifest | None:
     """What the dataset says of itself, where it can be read."""
-    if not progress.state.is_final:
+    if not found.state.is_final:
         return None
     try:
-        return manifest_of(output_place(progress.status.spec.output), progress.status.job_id)
+        return manifest_of(output_place(found.spec.output), found.job_id)
     except (OutputError, UsageError) as error:  # such as a store that this machine has no package for
         talk(f"warning: {error}")
         return None
@@ -123,7 +123,12 @@ def worker_record(worker: WorkerInfo) -> dict[str, Any]:
 
 
 def status_record(found: JobStatus) -> dict[str, Any]:
-    """A job as JSON for scripts; times are Unix seconds."""
+    """A job as JSON for scripts; times are Unix seconds. Counts of tokens and texts are there once it has ended."""
+    return _record(found, _manifest(found))
+
+
+def _record(found: JobStatus, manifest: Manifest | None) -> dict[str, Any]:
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens")
     return {
         "job_id": found.job_id,
         "state": found.state.value,
@@ -143,28 +148,26 @@ def status_record(found: JobStatus) -> dict[str, Any]:
         "after": found.after or None,
         "start_at": found.start_at,
         "error": found.error or None,
+        "tokens": None if manifest is None else {name: getattr(manifest, name) for name in names},
+        "texts_cut": None if manifest is None else manifest.num_cut,
     }
 
 
 def progress_record(progress: Progress, manifest: Manifest | None) -> dict[str, Any]:
     """The same with what only a closer look tells; rate and share of a job that has ended are those of all of it."""
-    tokens, rate, share = None, progress.tokens_per_s, progress.cached_share
+    rate, share = progress.tokens_per_s, progress.cached_share
     if manifest is not None:
-        names = ("prompt_tokens", "cached_tokens", "completion_tokens")
-        tokens = {name: getattr(manifest, name) for name in names}
         found = progress.status
         if found.started_at and found.finished_at and not found.epoch:
             rate = manifest.completion_tokens / max(found.finished_at - found.started_at, 1e-3)
         share = manifest.cached_tokens / manifest.prompt_tokens if manifest.prompt_tokens else None
     return {
-        **status_record(progress.status),
+        **_record(progress.status, manifest),
         "rows_done": progress.rows_done,
         "tokens_per_s": rate,
         "cached_share": share,
         "eta_s": progress.eta_s,
         "trouble": progress.trouble or None,
-        "tokens": tokens,
-        "texts_cut": manifest.num_cut if manifest is not None else None,
     }
 
 

@@ -312,6 +312,16 @@ def test_templates_and_messages_of_tables(tmp_path: Path) -> None:
             assert row.input == expected
 
 
+@pytest.mark.parametrize("name", ["CSV", "Parquet", "an Arrow stream"])
+def test_a_messages_column_may_hold_json_text(name: str, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "u"}]
+    file, write = FORMATS[name]
+    source = write(tmp_path / file, [{"dialog": json.dumps(messages), "messages": "unused"}])
+    with prepare(source, model="m", output=tmp_path / "o", read=ReadOptions(messages_column="dialog")) as submission:
+        (row,) = all_rows(read_chunks(submission))
+    assert row.messages == messages
+
+
 def test_settings_of_tables(tmp_path: Path) -> None:
     """Columns with nulls have whole numbers as floats and "not given" as NaN."""
     rows = [

@@ -317,6 +317,14 @@ def test_arguments_that_there_are_not(llm: LLM, method: str, name: str, problem:
     assert (caught.value.field, caught.value.reason) == (name, problem.format(method))
 
 
+def test_a_closed_llm_says_so() -> None:
+    closed = LLM("demo")
+    closed.close()
+    for use in (closed.stats, lambda: closed.generate("a"), lambda: next(closed.stream("a"))):
+        with pytest.raises(UsageError, match="this LLM is closed"):
+            use()
+
+
 @pytest.mark.parametrize("params", [5, {"temperature": 0}, [{"temperature": 0}]])
 def test_sampling_params_of_another_type_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(UsageError, match="sampling_params: must be SamplingParams"):

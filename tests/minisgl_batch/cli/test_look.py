@@ -79,6 +79,20 @@ def test_texts_that_were_cut_are_counted(
     assert "cut" not in fields(run_cli("status", whole).stdout)
 
 
+def test_what_an_ended_job_tells_scripts(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    """Failed rows hold no texts, and `submit --wait --json` tells what `status --json` does."""
+    source = write_rows(tmp_path / "cut.jsonl", ["a", {"prompt": "b", "max_tokens": 9}, "fail c"])
+    options = ("--max-tokens", 1, "-o", tmp_path / "cut", "--wait", "--json")
+    with EchoWorker(client):
+        result = run_cli("submit", source, "--model", MODEL, *options, code=1)
+    assert "1 of 2 texts ended by max_tokens" in result.stderr
+    record = json.loads(result.stdout)
+    seen = json.loads(run_cli("status", record["job_id"], "--json").stdout)
+    assert record == {name: seen[name] for name in record}
+    assert record["texts_cut"] == 1
+    assert record["tokens"]["completion_tokens"] > 0
+
+
 def test_a_job_whose_manifest_can_not_be_read(
     run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
 ) -> None:

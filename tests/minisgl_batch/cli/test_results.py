@@ -156,6 +156,38 @@ def test_links_stay_and_pipes_are_written_to(
         assert len((tmp_path / "target").read_bytes().splitlines()) == 2
 
 
+@pytest.mark.parametrize("output", ["-", "/dev/stdout", "/dev/fd/1"])
+def test_names_of_standard_output(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], output: str, tmp_path: Path
+) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a", "b"], "--wait")
+    before = sorted(os.listdir(tmp_path))
+    assert run_cli("results", job_id, "-o", output).stdout == run_cli("results", job_id).stdout
+    assert "--json needs --output FILE" in run_cli("results", job_id, "-o", output, "--json", code=2).stderr
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_open_descriptors_are_written_to(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a", "b"], "--wait")
+    lines = run_cli("results", job_id).stdout
+    with (tmp_path / "log").open("a") as log:  # as `>> log` opens it
+        log.write("before\n")
+        log.flush()
+        run_cli("results", job_id, "-o", f"/dev/fd/{log.fileno()}")
+    assert (tmp_path / "log").read_text() == f"before\n{lines}"
+    reading, writing = os.pipe()
+    with open(reading) as end:
+        run_cli("results", job_id, "-o", f"/proc/self/fd/{writing}")
+        os.close(writing)
+        assert end.read() == lines
+    closed = run_cli("results", job_id, "-o", "/dev/fd/9999", code=1).stderr
+    assert "/dev/fd/9999 can't be written: Bad file descriptor" in closed
+
+
 @pytest.mark.parametrize("output", ["", ".", "out"])
 def test_folders_are_no_files(
     run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], output: str, tmp_path: Path
