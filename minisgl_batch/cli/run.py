@@ -151,7 +151,7 @@ def _alone_in(output: Path | None, redis_url: str | None) -> Iterator[None]:
     """Hold an output folder until this run has ended: each has a Redis of its own, so two would do all work twice.
 
     Raises:
-        OutputTakenError: another run has it. JobStateError: so has a job of the Redis that this user's commands share.
+        OutputTakenError: another run has it, or a job of the Redis that this user's commands share.
     """
     if output is None:
         yield
@@ -171,7 +171,7 @@ def _alone_in(output: Path | None, redis_url: str | None) -> Iterator[None]:
 
 
 def _refuse_service_job(output: Path) -> None:
-    """Raise JobStateError if the Redis that this user's commands share has a job which is yet to write to a folder."""
+    """Raise OutputTakenError if the Redis that this user's commands share has a job yet to write to a folder."""
     if output_owner(output):
         with suppress(RedisUnavailableError), Client() as client:  # where none runs, nobody writes
             client.refuse_running_output(output)

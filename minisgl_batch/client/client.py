@@ -30,6 +30,7 @@ from minisgl_batch.errors import (
     InvalidParameterError,
     JobNotFoundError,
     JobStateError,
+    OutputTakenError,
     QueueError,
 )
 from minisgl_batch.other_fields import UNSUPPORTED, nearest, no_such
@@ -133,11 +134,12 @@ class Client:
 
         Raises:
             InvalidInputError: the input can't be read or has faults, which it lists, or holds no rows.
-            OutputError: the output folder holds a dataset, a `run` writes to it, or it can't be written.
+            OutputError: the output folder holds a dataset, a `run` or, with `overwrite`, another job writes to it, or
+                it can't be written.
             UsageError: an argument has a value that can't be used; names it.
             JobNotFoundError: there is no job `after` (any more).
-            JobStateError: another job has this id, or writes to the folder that is to be overwritten, or the job
-                `after` has failed or was canceled, or `retry_failed` is for a job that hasn't ended.
+            JobStateError: another job has this id, or the job `after` has failed or was canceled, or `retry_failed`
+                is for a job that hasn't ended.
             RedisUnavailableError: Redis stayed away. RedisFullError: Redis has no room for the job.
         """
         if after is not None:
@@ -310,7 +312,7 @@ class Client:
         take_output(folder, job_id, self.refuse_running_output(folder, job_id))
 
     def refuse_running_output(self, folder: Place, job_id: str = "") -> str:
-        """Raise JobStateError if another job of this Redis is about to write to a folder.
+        """Raise OutputTakenError if another job of this Redis is about to write to a folder.
 
         Answers the job that the folder names, which is over, or this one; "" for none.
         """
@@ -320,7 +322,7 @@ class Client:
         with suppress(JobNotFoundError):  # lost, or of another Redis: nobody writes there
             state = self._queue.status(owner).state
             if not state.is_final:
-                raise JobStateError(
+                raise OutputTakenError(
                     f"{folder} is the output of job {owner}, which is {state.value}: cancel it first, or wait for its "
                     f"end (minisgl-batch status {owner})"
                 )

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from minisgl_batch.client import Client
-from minisgl_batch.errors import JobStateError, OutputError
+from minisgl_batch.errors import JobStateError, OutputError, OutputTakenError
 from minisgl_jobs.dataset import SUCCESS, read_dataset, read_manifest
 from minisgl_jobs.model import JobState, RowError, RowResult
 from minisgl_jobs.owner import OWNER
@@ -207,7 +207,7 @@ def test_a_dataset_that_was_overwritten_is_not_retried(api: Client, running: Gro
 def test_nobody_overwrites_the_dataset_of_a_running_retry(api: Client, running: Group, tmp_path: Path) -> None:
     job = api.job(run_partial(api, running, tmp_path))
     job.retry()
-    with pytest.raises(JobStateError, match=f"the output of job {job.id}, which is queued: cancel it first"):
+    with pytest.raises(OutputTakenError, match=f"the output of job {job.id}, which is queued: cancel it first"):
         api.submit(["x"], model=MODEL, output=tmp_path, overwrite=True)
     job.cancel()
     running.tick()

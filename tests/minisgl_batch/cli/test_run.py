@@ -48,7 +48,7 @@ def test_a_run_leaves_the_folder_of_a_service_job_alone(
     with monkeypatch.context() as patched:
         patched.delenv("MINISGL_REDIS")
         patched.setattr("minisgl_batch.client.client.connect_own", lambda: connect(redis_server.url))
-        refused = run_cli("run", tmp_path / "in.jsonl", "--model", MODEL, "-o", tmp_path / "out", *options, code=1)
+        refused = run_cli("run", tmp_path / "in.jsonl", "--model", MODEL, "-o", tmp_path / "out", *options, code=2)
     assert f"{tmp_path / 'out'} is the output of job {job_id}, which is queued: cancel it first" in refused.stderr
     assert f"minisgl-batch status {job_id}" in refused.stderr
     end(client, job_id)

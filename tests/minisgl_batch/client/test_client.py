@@ -21,6 +21,7 @@ from minisgl_batch.errors import (
     JobNotFoundError,
     JobStateError,
     OutputError,
+    OutputTakenError,
     RedisFullError,
     RedisUnavailableError,
     UsageError,
@@ -101,7 +102,7 @@ def test_one_job_at_a_time_writes_to_a_folder(
     first = submit(["a"])
     with pytest.raises(OutputError, match=f"the output of job {first.id}, which is another: its rows differ"):
         submit(["b"])
-    with pytest.raises(JobStateError, match=f"the output of job {first.id}, which is queued: cancel it first"):
+    with pytest.raises(OutputTakenError, match=f"the output of job {first.id}, which is queued: cancel it first"):
         submit(["b"], overwrite=True)
     first.cancel()
     with EchoWorker(client):
