@@ -52,8 +52,11 @@ _TEMPLATE_ARGUMENTS = frozenset(
     }
 )
 MAX_CHOICES = 1024
+CHAT_OPTIONS = ("tools", "chat_template_kwargs", "continue_final_message")
+"""What chat templates get beside messages."""
+
 # What means something beside choices: how the prompt is made.
-WITH_CHOICES = frozenset({"choices", "truncate", "tools", "chat_template_kwargs", "continue_final_message"})
+WITH_CHOICES = frozenset({"choices", "truncate", *CHAT_OPTIONS})
 MAX_STOP_TOKEN_IDS = 256  # all rows are compared with as many as any row has
 MAX_LOGIT_RULES = 2048
 """Tokens of one row that may be named in `logit_bias`, `bad_words` and, with `min_tokens`, as stop tokens."""

@@ -164,12 +164,14 @@ def read_part(path: Place) -> Part:
     """What a part's footer says.
 
     Raises:
-        OutputError: the file can't be read. OutputDamagedError: it is damaged or isn't a part.
+        OutputError: the file can't be read. OutputDamagedError: it is damaged, or isn't the part that its name says.
     """
     try:
         with _parquet_source(path) as source:
             metadata = pq.read_metadata(source).metadata or {}
         info = msgspec.json.decode(metadata[_METADATA_KEY], type=PartInfo)
+        if path.name != part_name(info.chunk):
+            raise OutputDamagedError(f"{path} is a copy of {part_name(info.chunk)}: remove it")
         return Part(path.name, num_bytes(path), info)
     except (OSError, pa.ArrowException, KeyError, msgspec.DecodeError) as error:
         raise _reading_error(error)(f"{path} isn't a whole part of a dataset: {error}") from error

@@ -24,6 +24,7 @@ from minisgl_jobs.openai_batch import is_envelope, open_envelope
 from minisgl_jobs.prompts import check_messages, check_prompt, check_token_ids
 from minisgl_jobs.records import Record
 from minisgl_jobs.settings import (
+    check_chat_options,
     read_custom_id,
     read_metadata,
     read_params,
@@ -257,13 +258,16 @@ class RowReader:
             refuse_unknown(body, prefix)
         self._note_model(body.get("model"), prefix)
         prompt, messages, token_ids = self._read_ask(body, prefix)
+        params = read_params(body, prefix, self._defaults)
+        if self._defaults is not None:
+            check_chat_options(params, self._defaults, messages, prefix)
         return Row(
             row_index=row_index,
             custom_id=custom_id,
             prompt=prompt,
             messages=messages,
             prompt_token_ids=token_ids,
-            params=read_params(body, prefix, self._defaults),
+            params=params,
             metadata=self._metadata(fields, record),
         )
 

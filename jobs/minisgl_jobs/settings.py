@@ -10,7 +10,7 @@ from typing import Any
 
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.other_fields import UNSUPPORTED, is_tolerated, nearest, unsupported_hint
-from minisgl_batch.sampling_params import WITH_CHOICES, SamplingParams
+from minisgl_batch.sampling_params import CHAT_OPTIONS, WITH_CHOICES, SamplingParams
 from minisgl_batch.structured_outputs import StructuredOutputsParams, read_response_format
 from minisgl_batch.words import UNSAFE, one_line
 from minisgl_jobs.faults import FieldError, as_text, kind, show
@@ -117,6 +117,23 @@ def _check_with_job(row: SamplingParams, job: SamplingParams | None, origin: dic
     if row.truncate is None:
         raise InvalidParameterError("truncate", f"{problem} where rows have none of their own: give `max_tokens`")
     raise FieldError(origin["truncate"], problem, "give max_tokens, or leave it out")
+
+
+def check_chat_options(
+    row: SamplingParams, job: SamplingParams, messages: list[dict[str, Any]] | None, prefix: str
+) -> None:
+    """Make sure that a row has the messages that its chat options, or the job's, are about."""
+    for field in CHAT_OPTIONS:
+        own = getattr(row, field)
+        if not (getattr(job, field) if own is None else own):
+            continue
+        leave_out = f"leave out `{field}`" if own is None else "leave it out"
+        if messages is None:
+            hint = f"give messages, make prompts chats with `chat`, or {leave_out}"
+            raise FieldError(prefix + field, "is for messages, and the row has none", hint)
+        if field == "continue_final_message" and (role := messages[-1]["role"]) != "assistant":
+            problem = f"needs a last message of assistant, not of {role}"
+            raise FieldError(prefix + field, problem, f"add how the answer begins, or {leave_out}")
 
 
 def _response_format(value: Any, path: str) -> StructuredOutputsParams:

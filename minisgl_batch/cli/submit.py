@@ -79,12 +79,13 @@ def submit(
         with open_client(redis_url) as client:
             client.check_predecessor(after)  # before a long input is read
     with prepare(source, priority=priority, **prepare_options(options)) as submission:
-        tell_of_input(submission)
         if is_dry_run:
+            tell_of_input(submission)
             all_good = dry_run(submission, redis_url, max_faults=options["max_faults"], as_json=as_json)
             ctx.exit(0 if all_good else 1)
         with open_client(redis_url) as client:
             job = client.submit_prepared(submission, after=after, start_at=start_at)
+            tell_of_input(submission)  # by now it is true that it goes on
             status = job.status()
             spec = status.spec
             if as_json and not wait:

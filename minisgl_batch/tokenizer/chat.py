@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from jinja2 import TemplateError
 
 from minisgl_batch.errors import ModelError, RequestError
-from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.sampling_params import CHAT_OPTIONS, SamplingParams
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ class ChatOptions:
         """Those of layers of parameters, the most specific first."""
         given = {
             field: next((value for layer in layers if (value := getattr(layer, field)) is not None), None)
-            for field in ("tools", "chat_template_kwargs", "continue_final_message")
+            for field in CHAT_OPTIONS
         }
         return cls(given["tools"] or (), given["chat_template_kwargs"] or None, bool(given["continue_final_message"]))
 

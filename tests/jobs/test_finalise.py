@@ -262,9 +262,8 @@ def test_a_part_that_vanished_before_its_rename_fails_the_job(writer: Writer) ->
 
 def test_somebody_elses_parts_fail_the_job(writer: Writer) -> None:
     writer.run()
-    foreign = Lease(make_spec(job_id="other"), 7, "t", 0, 0, b"", {})
-    writer.write(Lease(foreign.spec, 0, "t", 0, 0, b"", {}))
-    (writer.folder / ".part-0-000000.t").rename(writer.folder / part_name(7))
+    writer.write(Lease(make_spec(job_id="other", num_rows=40), 7, "t", 0, 0, b"", {}))
+    (writer.folder / ".part-0-000007.t").rename(writer.folder / part_name(7))
     assert writer.finalise() is JobState.FAILED
     assert "another job" in writer.jobs.status(writer.spec.job_id).error
 

@@ -223,6 +223,16 @@ def test_parts_that_are_lost_or_damaged_are_made_again(client: redis.Redis, subm
         assert len(worker.ran) == ROWS + 2 * CHUNK
 
 
+def test_a_copy_of_a_part_is_none(client: redis.Redis, submit: Submit, tmp_path: Path) -> None:
+    """Neither in place of another one, nor behind the last."""
+    with group(client, MODEL) as worker:
+        finish(worker, submit())
+        for name in (part_name(1), part_name(ROWS // CHUNK)):
+            shutil.copy(tmp_path / "out" / part_name(0), tmp_path / "out" / name)
+        finish(worker, submit())
+        assert Counter(worker.ran) == Counter({(row, 0): 1 + (row // CHUNK == 1) for row in range(ROWS)})
+
+
 @pytest.mark.parametrize("num_new", [0, 1])
 def test_a_damaged_part_keeps_no_canceled_job_from_ending(
     client: redis.Redis, submit: Submit, tmp_path: Path, rng: random.Random, num_new: int

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from minisgl_batch.cli import worker as worker_command
+from minisgl_batch import engine_extra
 from minisgl_batch.hub import model_path
 from minisgl_batch.tokenizer import ModelTokenizer
 from minisgl_jobs.leases import ChunkQueue
@@ -136,7 +136,7 @@ print("transformers" in sys.modules, sys.modules["torch"])
 
 
 def test_without_the_engine_rows_are_counted(run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_command, "_ENGINE_MODULES", ("no_such_engine",))
+    monkeypatch.setattr(engine_extra, "ENGINE_MODULES", ("no_such_engine",))
     source = write_rows(tmp_path / "in.jsonl", ["a", "b"])
     result = run_cli("submit", source, "--model", "some/model", "--dry-run")
     assert result.stdout.startswith("rows  2 in 1 chunk, ")

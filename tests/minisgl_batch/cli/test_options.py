@@ -12,6 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from minisgl_batch import engine_extra
 from minisgl_batch.attention.registry import _BACKENDS
 from minisgl_batch.cli import worker as worker_command
 from minisgl_batch.cli.main import cli
@@ -155,7 +156,7 @@ def test_values_that_are_refused(started: list[WorkerOptions], args: list[str], 
 
 @pytest.mark.parametrize("command", ["worker", "run"])
 def test_the_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch, command: str, tmp_path: Path) -> None:
-    monkeypatch.setattr(worker_command, "_ENGINE_MODULES", ("no_such_engine",))
+    monkeypatch.setattr(engine_extra, "ENGINE_MODULES", ("no_such_engine",))
     source = [str(tmp_path / "in.jsonl")] if command == "run" else []
     result = CliRunner().invoke(cli, [command, *source, "--model", "m", "--redis", URL])
     assert result.exit_code == 2

@@ -23,6 +23,7 @@ from minisgl_jobs.queue import JobQueue
 from tests.minisgl_batch.cli.conftest import RunCli, end, write_rows
 from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
 
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 TEN_FAULTS = [
     ('{"prompt": ""}', "prompt", "is empty"),
     ('{"prompt": 5}', "prompt", "must be a string"),
@@ -72,7 +73,7 @@ def test_json(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
 
 
 def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
+    source = write_rows(tmp_path / "in.jsonl", [{"chat": CHAT, "text": "a"}] * 3)
     options = "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --n 2 --stop x --stop y --ignore-eos"
     options += " --stop-token-ids 4,5 --include-stop-str-in-output --min-tokens 2 --bad-words x --bad-words y"
     options += " --presence-penalty 1 --frequency-penalty -0.5 --repetition-penalty 1.1 --logit-bias 7:-100,5:2.5"
@@ -80,9 +81,9 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
     (tmp_path / "tools.json").write_text('[{"name": "f"}]')
     options += f' --tools {tmp_path}/tools.json --chat-template-kwargs {{"a":1}} --continue-final-message'
     options += " --split-reasoning --stop-in-reasoning --row-timeout 60 --repetition-guard 64"
-    options += " --seed 9 --limit 2 --priority high --chunk-rows 1 --token-ids --no-chat --on-error record"
-    template = ["--template", "Say {text}."]
-    job_id = run_cli("submit", source, "--model", MODEL, *options.split(), *template).stdout.strip()
+    options += " --seed 9 --limit 2 --priority high --chunk-rows 1 --token-ids --on-error record"
+    options += " --messages-column chat --keep-columns text"
+    job_id = run_cli("submit", source, "--model", MODEL, *options.split()).stdout.strip()
     spec, rows = spec_of(client, job_id)
     params = SamplingParams(
         max_tokens=5,
@@ -114,8 +115,39 @@ def test_all_options_arrive(run_cli: RunCli, client: redis.Redis, tmp_path: Path
     )
     assert (spec.params, spec.seed, spec.num_rows, spec.chunk_rows) == (params, 9, 2, 1)  # type: ignore[attr-defined]
     assert (spec.priority, spec.token_ids) == (Priority.HIGH, True)  # type: ignore[attr-defined]
-    assert rows == [Row(row_index=0, prompt="Say a.")]
+    assert rows == [Row(row_index=0, messages=CHAT)]
     end(client, job_id)
+
+
+def test_prompts_as_they_are_by_a_template(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [{"text": "a"}])
+    job_id = run_cli("submit", source, "--model", MODEL, "--template", "Say {text}.", "--no-chat").stdout.strip()
+    assert spec_of(client, job_id)[1] == [Row(row_index=0, prompt="Say a.")]
+    end(client, job_id)
+
+
+@pytest.mark.parametrize(
+    "option", [("--tools", "tools.json"), ("--continue-final-message",), ("--chat-template-kwargs", '{"a": 1}')]
+)
+def test_options_of_chats_need_messages(run_cli: RunCli, tmp_path: Path, option: tuple[str, ...]) -> None:
+    (tmp_path / "tools.json").write_text('[{"name": "f"}]')
+    good = {"messages": CHAT}
+    source = write_rows(tmp_path / "in.jsonl", [good, {"prompt": "a"}, good, {"prompt_token_ids": [1]}])
+    result = run_cli("submit", source, "--model", MODEL, *option, code=2)
+    assert "2 of 4 rows can't be used" in result.stderr
+    field = option[0].removeprefix("--").replace("-", "_")
+    assert f"{field}  is for messages, and the row has none" in result.stderr
+    assert f"make prompts chats with --chat, or leave out {option[0]}" in result.stderr
+
+
+def test_a_row_goes_on_with_its_own_assistant_alone(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [{"messages": CHAT}, {"messages": CHAT[:1]}])
+    result = run_cli("submit", source, "--model", MODEL, "--continue-final-message", code=2)
+    assert "1 of 2 rows can't be used" in result.stderr
+    assert "needs a last message of assistant, not of user" in result.stderr
+    others = [{"messages": CHAT[:1]}, {"prompt": "a"}]
+    write_rows(source, [{"messages": CHAT}, *({**row, "continue_final_message": False} for row in others)])
+    end(client, run_cli("submit", source, "--model", MODEL, "--continue-final-message").stdout.strip())
 
 
 def test_a_schema_comes_from_a_file(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
@@ -325,6 +357,17 @@ def test_nothing_is_submitted_to_the_folder_of_a_run(run_cli: RunCli, client: re
     assert f"another run (job rows-1) writes to {folder}: wait for its end, or use another folder" in refused.stderr
     assert os.listdir(folder) == ["_JOB"]
     assert list(client.scan_iter()) == []
+
+
+def test_a_job_that_may_not_go_on_is_not_said_to(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    job_id, folder = submit(["a"]), tmp_path / "out"
+    with lock_folder(folder, alone=True):
+        refused = run_cli("submit", tmp_path / "in.jsonl", "--model", MODEL, "-o", folder, code=2)
+    message = f"another run (job {job_id}) writes to {folder}: wait for its end, or use another folder"
+    assert refused.stderr == f"Error: {message}\n"
+    end(client, job_id)
 
 
 @pytest.mark.parametrize(
