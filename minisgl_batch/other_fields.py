@@ -37,6 +37,13 @@ ALIASES = {
     "use_tqdm": "progress",
 }
 
+# What has no counterpart of the same values here, and what to do instead.
+_INSTEAD = {
+    "enforce_eager": "for True give cuda_graph_max_bs=0, for False leave it out",
+    "enable_prefix_caching": 'for False give cache="naive", for True leave it out',
+    "trust_remote_code": "leave it out, as code of models is never run",
+}
+
 # Fields of the OpenAI API, of vLLM and of transformers that would change the output, with the values that wouldn't
 # (null never does).
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -149,7 +156,8 @@ def _folded(field: str) -> str:
 def no_such(field: str, what: str, known: frozenset[str]) -> InvalidParameterError:
     """That a parameter isn't one of those that are known, with the one that was probably meant."""
     near = nearest(field, known)
-    return InvalidParameterError(field, f"is no {what}" + (f"; did you mean {near}?" if near else ""))
+    hint = _INSTEAD.get(field) or (f"did you mean {near}?" if near else "")
+    return InvalidParameterError(field, f"is no {what}" + (f"; {hint}" if hint else ""))
 
 
 def refuse_others(others: Mapping[str, Any], method: Callable[..., Any], elsewhere: Collection[str], home: str) -> None:

@@ -145,7 +145,8 @@ class Client:
         if after is not None:
             self.check_predecessor(after.id if isinstance(after, JobHandle) else after)
         if isinstance(keep_columns, str) or not isinstance(keep_columns, Iterable):
-            hint = f": write [{keep_columns!r}]" if isinstance(keep_columns, str) else f", got {keep_columns!r}"
+            names = [name.strip() for name in keep_columns.split(",")] if isinstance(keep_columns, str) else None
+            hint = f", got {keep_columns!r}" if names is None else f": write {names}"
             raise InvalidParameterError("keep_columns", f"must be a list of names{hint}")
         read = ReadOptions(
             system=system,

@@ -66,8 +66,8 @@ def test_sampling_as_params_and_as_fields(submit: Callable[..., JobHandle], api:
         submit(["a"], best_of=2)
     with pytest.raises(InvalidParameterError, match=r"^max_tokens: "):
         submit(["a"], max_tokens=0)
-    with pytest.raises(InvalidParameterError, match=r"^keep_columns: must be a list of names: write \['id'\]"):
-        submit([{"prompt": "a", "id": 1}], keep_columns="id")
+    with pytest.raises(InvalidParameterError, match=r"^keep_columns: must be a list of names: write \['id', 'no'\]"):
+        submit([{"prompt": "a", "id": 1, "no": 2}], keep_columns="id, no")
     with pytest.raises(InvalidParameterError, match=r"^keep_columns: must be a list of names, got None"):
         submit(["a"], keep_columns=None)
     with pytest.raises(InvalidParameterError, match=r"^max_token: is no argument of submit.*did you mean max_tokens\?"):
