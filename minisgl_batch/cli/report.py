@@ -14,6 +14,7 @@ from minisgl_batch.words import count, duration, one_line
 from minisgl_jobs.dataset import Manifest, manifest_of, read_batches, read_manifest
 from minisgl_jobs.model import JobSpec, JobState, Row, RowResult
 from minisgl_jobs.parts import output_place
+from minisgl_jobs.places import Place
 from minisgl_jobs.results import table_to_results
 from minisgl_jobs.status import JobStatus
 
@@ -80,9 +81,18 @@ def report(status: JobStatus, examples: Sequence[Row] = (), *, retry: str = "") 
     if manifest is not None:
         _show_examples(status, examples)
         show_errors(status)
-    if status.state is JobState.PARTIAL:
+    if status.state is JobState.PARTIAL and (manifest is None or may_succeed(output_place(status.spec.output))):
         them = "it" if status.rows_error == 1 else "them"
         talk(f"to run {them} again: {retry or f'minisgl-batch retry {status.job_id}'}")
+
+
+def may_succeed(output: Place) -> bool:
+    """Whether some failed row of a dataset may succeed when it runs again: not where all are at fault themselves."""
+    types = (batch.column(0).unique().to_pylist() for batch in read_batches(output, ["error_type"]))
+    try:
+        return any(set(found) - {None, "invalid_request"} for found in types)
+    except OutputError:  # a part is missing or damaged: its rows run again, too
+        return True
 
 
 def cut_texts(manifest: Manifest) -> str:

@@ -16,7 +16,7 @@ from minisgl_batch.client import Client
 from minisgl_jobs.dataset import SUCCESS
 from minisgl_jobs.model import JobState
 from tests.jobs.helpers import wait_for
-from tests.minisgl_batch.cli.conftest import RunCli
+from tests.minisgl_batch.cli.conftest import RunCli, write_rows
 from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
 
 
@@ -44,6 +44,18 @@ def test_retry(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str],
     assert f"to run it again: minisgl-batch retry {job_id}\n" in result.stderr
     assert "tokens generated in all" in result.stderr  # no rate: most are from before
     assert (tmp_path / "out" / SUCCESS).exists()
+
+
+def test_no_retry_is_offered_to_rows_at_fault(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
+    again = ("submit", tmp_path / "in.jsonl", "--model", MODEL, "-o", tmp_path / "out", "--on-error", "record")
+    with EchoWorker(client):
+        for rows, is_offered in ((["a", {"prompt": 5}], False), (["a", {"prompt": 5}, "fail"], True)):
+            write_rows(tmp_path / "in.jsonl", rows)
+            first = run_cli(*again, "--overwrite", "--wait", code=1)
+            assert ("again: minisgl-batch retry" in first.stderr) == is_offered
+            second = run_cli(*again)
+            assert f"{len(rows) - 1} of them failed" in second.stderr
+            assert ("to run those again" in second.stderr) == is_offered
 
 
 def test_pause_and_resume(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]) -> None:
