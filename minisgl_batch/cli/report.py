@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice, takewhile
 
 import pyarrow as pa
@@ -81,18 +82,31 @@ def report(status: JobStatus, examples: Sequence[Row] = (), *, retry: str = "") 
     if manifest is not None:
         _show_examples(status, examples)
         show_errors(status)
-    if status.state is JobState.PARTIAL and (manifest is None or may_succeed(output_place(status.spec.output))):
-        them = "it" if status.rows_error == 1 else "them"
-        talk(f"to run {them} again: {retry or f'minisgl-batch retry {status.job_id}'}")
+    if status.state is JobState.PARTIAL:
+        _tell_of_retry(status, retry or f"minisgl-batch retry {status.job_id}")
 
 
-def may_succeed(output: Place) -> bool:
-    """Whether some failed row of a dataset may succeed when it runs again: not where all are at fault themselves."""
-    types = (batch.column(0).unique().to_pylist() for batch in read_batches(output, ["error_type"]))
-    try:
-        return any(set(found) - {None, "invalid_request"} for found in types)
-    except OutputError:  # a part is missing or damaged: its rows run again, too
-        return True
+def may_succeed(error_types: set[str]) -> bool:
+    """Whether rows that have failed so may succeed when they run again: not where all are at fault themselves."""
+    return error_types != {"invalid_request"}
+
+
+def error_types_in(output: Place) -> set[str]:
+    """How rows of a dataset have failed, as far as it can be read."""
+    found: set[str | None] = set()
+    with suppress(OutputError):  # no dataset is in reach, or a part is damaged
+        for batch in read_batches(output, ["error_type"]):
+            found.update(batch.column(0).unique().to_pylist())
+    return {name for name in found if name}
+
+
+def _tell_of_retry(status: JobStatus, retry: str) -> None:
+    """How failed rows run again, where that is of use."""
+    types = error_types_in(output_place(status.spec.output))
+    if may_succeed(types):
+        talk(f"to run {'it' if status.rows_error == 1 else 'them'} again: {retry}")
+    if "prompt_too_long" in types:
+        talk("with another --truncate it is another job: give it another --output")
 
 
 def cut_texts(manifest: Manifest) -> str:

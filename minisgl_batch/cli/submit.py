@@ -19,7 +19,7 @@ from minisgl_batch.cli.options import (
     sampling_options,
 )
 from minisgl_batch.cli.progress import follow
-from minisgl_batch.cli.report import exit_code, may_succeed, report
+from minisgl_batch.cli.report import error_types_in, exit_code, may_succeed, report
 from minisgl_batch.cli.sections import SectionedCommand
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import status_record
@@ -153,6 +153,6 @@ def _failed_there(resumption: Resumption, output: str) -> str:
         runs = "failed row runs" if resumption.num_retried == 1 else "failed rows run"
         return f"; {resumption.num_retried:,} {runs} again"
     failed = f", {resumption.num_failed:,} of them failed"
-    if not may_succeed(output_place(output)):
+    if not may_succeed(error_types_in(output_place(output))):
         return failed
     return f"{failed}; to run those again: the same command with --retry-failed"

@@ -121,6 +121,7 @@ def test_failed_rows_of_a_run_are_told_and_run_again(start: Start, tmp_path: Pat
         first.finish(code=1)
     output = first.stdout.strip()
     assert f"to run it again: the same command with --output {output} --retry-failed\n" in first.stderr
+    assert first.stderr.endswith("with another --truncate it is another job: give it another --output\n")
     with start(*run, "-o", output) as second:
         second.finish(code=1)
     assert "2 of 2 rows are in" in second.stderr
