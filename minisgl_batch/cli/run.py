@@ -28,7 +28,7 @@ from minisgl_batch.cli.options import (
 from minisgl_batch.cli.progress import follow
 from minisgl_batch.cli.report import dataset_status, exit_code, report, show_errors
 from minisgl_batch.cli.sections import SectionedCommand
-from minisgl_batch.cli.service import open_redis
+from minisgl_batch.cli.service import open_client, open_redis
 from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.submit import tell_of_input
 from minisgl_batch.cli.worker import describe_engine, worker_options
@@ -38,6 +38,7 @@ from minisgl_batch.errors import JobStateError, OutputError, RedisUnavailableErr
 from minisgl_jobs.folder_lock import lock_folder
 from minisgl_jobs.keys import is_job_id
 from minisgl_jobs.model import JobSpec
+from minisgl_jobs.own_server import default_data_dir
 from minisgl_jobs.owner import output_owner
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.submission import Submission, output_folder, prepare
@@ -172,8 +173,9 @@ def _alone_in(output: Path | None, redis_url: str | None) -> Iterator[None]:
 
 def _refuse_service_job(output: Path) -> None:
     """Raise OutputTakenError if the Redis that this user's commands share has a job yet to write to a folder."""
-    if output_owner(output):
-        with suppress(RedisUnavailableError), Client() as client:  # where none runs, nobody writes
+    if output_owner(output) and default_data_dir().is_dir():
+        # The server is started for it: jobs wait while it is down.
+        with suppress(RedisUnavailableError), open_client(None) as client:
             client.refuse_running_output(output)
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import redis
 
 from minisgl_batch.cli.job_checks import check_biases
 from minisgl_batch.hub import model_path
 from minisgl_batch.sampling_params import SamplingParams
-from minisgl_jobs.connection import connect
-from minisgl_workers.embedded_redis import EmbeddedRedis
-from tests.minisgl_batch.cli.conftest import RunCli, end, write_rows
+from minisgl_jobs.own_server import default_data_dir, socket_path
+from minisgl_workers.redis_watchdog import answers
+from tests.jobs.helpers import wait_for
+from tests.minisgl_batch.cli.conftest import RunCli, write_rows
 from tests.minisgl_batch.echo_worker import MODEL
 
 
@@ -35,23 +34,17 @@ def test_an_output_has_one_run_at_a_time(run_cli: RunCli, tmp_path: Path, option
 
 @pytest.mark.parametrize("options", [(), ("--overwrite",)])
 def test_a_run_leaves_the_folder_of_a_service_job_alone(
-    run_cli: RunCli,
-    client: redis.Redis,
-    redis_server: EmbeddedRedis,
-    submit: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
+    run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
-    """Though the run has a Redis of its own, which knows nothing of that job."""
-    job_id = submit(["a"])
-    with monkeypatch.context() as patched:
-        patched.delenv("MINISGL_REDIS")
-        patched.setattr("minisgl_batch.client.client.connect_own", lambda: connect(redis_server.url))
-        refused = run_cli("run", tmp_path / "in.jsonl", "--model", MODEL, "-o", tmp_path / "out", *options, code=2)
-    assert f"{tmp_path / 'out'} is the output of job {job_id}, which is queued: cancel it first" in refused.stderr
+    """Though the run has a Redis of its own, which knows nothing of that job, and the job's own one is down."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("MINISGL_REDIS")
+    source, folder = write_rows(tmp_path / "in.jsonl", ["a"]), tmp_path / "out"
+    job_id = run_cli("submit", source, "--model", MODEL, "-o", folder).stdout.strip()
+    wait_for("the server's end", lambda: not answers(str(socket_path(default_data_dir()))))
+    refused = run_cli("run", source, "--model", MODEL, "-o", folder, *options, code=2)
+    assert f"{folder} is the output of job {job_id}, which is queued: cancel it first" in refused.stderr
     assert f"minisgl-batch status {job_id}" in refused.stderr
-    end(client, job_id)
 
 
 def test_biases_of_tokens_that_the_model_does_not_have_are_refused_once(run_cli: RunCli, tmp_path: Path) -> None:
