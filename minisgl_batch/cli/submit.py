@@ -25,6 +25,7 @@ from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.times import parse_moment
 from minisgl_batch.client import Client, JobHandle
+from minisgl_batch.client.advice import warn_if_unserved
 from minisgl_batch.words import count
 from minisgl_jobs.model import Priority
 from minisgl_jobs.parts import output_place
@@ -118,7 +119,7 @@ def _tell_of_job(client: Client, status: JobStatus, submission: Submission) -> N
         talk(f"job {spec.job_id} is {status.state.value} already, {where}")
     if status.is_held:
         talk(f"it waits for {status.waiting}")
-    client.warn_if_unserved(spec.model)
+    warn_if_unserved(spec.model, client.workers())
 
 
 def _wait(job: JobHandle) -> JobStatus:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import redis
 
+from minisgl_batch.client.advice import warn_if_unserved, warn_of_distant_workers, warn_of_other_engines
 from minisgl_batch.client.handle import JobHandle
 from minisgl_batch.client.progress import measure
 from minisgl_batch.client.show import Overview
@@ -33,7 +33,7 @@ from minisgl_batch.errors import (
     OutputTakenError,
     QueueError,
 )
-from minisgl_batch.other_fields import UNSUPPORTED, nearest, no_such
+from minisgl_batch.other_fields import UNSUPPORTED, no_such
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.connection import connect
 from minisgl_jobs.dataset import check_dataset, clear_dataset, reopen_resumed
@@ -47,10 +47,9 @@ from minisgl_jobs.owner import OWNER, claim_output, output_owner, release_output
 from minisgl_jobs.parts import output_place
 from minisgl_jobs.places import Place
 from minisgl_jobs.queue import LOOK_S, JobQueue
-from minisgl_jobs.resume import Resumption, engine_differences
+from minisgl_jobs.resume import Resumption
 from minisgl_jobs.rows import ReadOptions
 from minisgl_jobs.status import JobStatus, WorkerInfo
-from minisgl_jobs.stores import url_scheme
 from minisgl_jobs.submission import Source, Submission, Transport, prepare
 from minisgl_jobs.tasks import forget_start, hold, task_queue
 
@@ -179,7 +178,7 @@ class Client:
                 transport=transport,
             )
             job = self.submit_prepared(stack.enter_context(submission), after=after, start_at=start_at)
-        self.warn_if_unserved(model)
+        warn_if_unserved(model, self.workers())
         return job
 
     def submit_prepared(
@@ -209,10 +208,10 @@ class Client:
             self.check_predecessor(first)
         if submission.overwrite:
             self.refuse_running_output(folder, spec.job_id)
-        self._warn_of_distant_workers(spec)
-        resumption = submission.resumption
+        resumption, workers = submission.resumption, self.workers(model=spec.model)
+        warn_of_distant_workers(spec, workers)
         if resumption is not None and not resumption.is_complete:
-            self._warn_of_other_engines(spec, resumption)
+            warn_of_other_engines(spec, resumption, workers)
         if resumption is not None and not self._begin_resuming(spec, resumption):
             return JobHandle(self._redis, self._queue, spec.job_id)
         if self._queue.create(spec, epoch=resumption.epoch if resumption is not None else 0):
@@ -266,24 +265,6 @@ class Client:
             self._queue.purge(spec.job_id)
         return True
 
-    def _warn_of_distant_workers(self, spec: JobSpec) -> None:
-        """Log a warning when only other machines' workers would read an input from this one's disk."""
-        if spec.reference is None or url_scheme(spec.reference.uri):
-            return
-        hosts = sorted({worker.host for worker in self.workers(model=spec.model)})
-        if hosts and socket.gethostname() not in hosts:
-            logger.warning(
-                "workers on %s read %s themselves: it must be there, too; if it isn't, submit with --by-value",
-                ", ".join(hosts),
-                spec.reference.uri,
-            )
-
-    def _warn_of_other_engines(self, spec: JobSpec, resumption: Resumption) -> None:
-        """Log a warning when a job goes on with rows that the living workers would generate otherwise."""
-        engines = [worker.description for worker in self.workers(model=spec.model)]
-        if differences := engine_differences(resumption.engines, engines):
-            logger.warning("rows in %s are another engine's, and stay: %s", spec.output, differences)
-
     def check_predecessor(self, after: str) -> None:
         """Make sure that a new job may follow this one.
 
@@ -328,15 +309,6 @@ class Client:
                     f"end (minisgl-batch status {owner})"
                 )
         return owner
-
-    def warn_if_unserved(self, model: str) -> None:
-        """Log a warning when no living worker serves a model."""
-        served = sorted({worker.model for worker in self.workers()})
-        if model not in served:
-            near = nearest(model, frozenset(served))
-            others = f"; workers serve {', '.join(served)}" if served else ""
-            others += f"; did you mean {near}?" if near else ""
-            logger.warning("no worker serves %s now: its jobs wait until one does%s", model, others)
 
     def pause(self, model: str) -> bool:
         """Hand out nothing more of a model's jobs until `resume`; rows that run go on.
