@@ -42,6 +42,14 @@ def test_random_schemas_hold_whatever_happens_to_rows() -> None:
     """With few pages rows give way to others; with a small budget prompts are computed in pieces."""
     sizes = {"page_size": 4, "num_pages": 64, "max_seq_len": 256, "max_running": 16, "max_prefill_tokens": 24}
     llm = LLM("demo", dtype="float32", overlap=True, mixed=random.random() < 0.5, **sizes)
+    for _ in range(5):  # hardly ever more than once: whether rows give way depends on what is drawn
+        generate_random_schemas(llm)
+        if llm.stats().num_retractions:
+            break
+    assert llm.stats().num_retractions > 0
+
+
+def generate_random_schemas(llm: LLM) -> None:
     schemas = [random_schema() for _ in range(20)]
     params = [random_params(schema) for schema in schemas]
     params += [structured({"regex": "[a-d ]{50}"}, 60, temperature=1.0, seed=i) for i in range(10)]
@@ -51,7 +59,6 @@ def test_random_schemas_hold_whatever_happens_to_rows() -> None:
     for one, schema in zip(made, schemas, strict=False):
         assert fits(json.loads(one.text), schema), (one.text, schema)
     assert all(re.fullmatch("[a-d ]{50}", one.text) for one in made[20:])
-    assert llm.stats().num_retractions > 0
 
 
 def test_each_kind_and_what_stands_beside_it(llm: LLM) -> None:
