@@ -25,16 +25,16 @@ def warn_if_unserved(model: str, workers: Sequence[WorkerInfo]) -> None:
         logger.warning("no worker serves %s now: its jobs wait until one does%s", model, others)
 
 
-def warn_of_distant_workers(spec: JobSpec, workers: Sequence[WorkerInfo]) -> None:
-    """Only other machines' workers would read an input from this one's disk."""
-    if spec.reference is None or url_scheme(spec.reference.uri):
+def warn_of_distant_workers(uri: str, workers: Sequence[WorkerInfo]) -> None:
+    """Only other machines' workers would read an input, which is at `uri`, from this one's disk."""
+    if url_scheme(uri):
         return
     hosts = sorted({worker.host for worker in workers})
     if hosts and socket.gethostname() not in hosts:
         logger.warning(
             "workers on %s read %s themselves: it must be there, too; if it isn't, submit with --by-value",
             ", ".join(hosts),
-            spec.reference.uri,
+            uri,
         )
 
 

@@ -208,10 +208,8 @@ class Client:
             self.check_predecessor(first)
         if submission.overwrite:
             self.refuse_running_output(folder, spec.job_id)
-        resumption, workers = submission.resumption, self.workers(model=spec.model)
-        warn_of_distant_workers(spec, workers)
-        if resumption is not None and not resumption.is_complete:
-            warn_of_other_engines(spec, resumption, workers)
+        resumption = submission.resumption
+        self._warn_of_workers(spec, resumption)
         if resumption is not None and not self._begin_resuming(spec, resumption):
             return JobHandle(self._redis, self._queue, spec.job_id)
         if self._queue.create(spec, epoch=resumption.epoch if resumption is not None else 0):
@@ -239,6 +237,13 @@ class Client:
             if first or start_s:
                 self._hold(spec, first, start_s)
         return JobHandle(self._redis, self._queue, spec.job_id)
+
+    def _warn_of_workers(self, spec: JobSpec, resumption: Resumption | None) -> None:
+        """Where the living workers may not do what is meant. Asks for them only if that may be."""
+        if spec.reference is not None:
+            warn_of_distant_workers(spec.reference.uri, self.workers(model=spec.model))
+        if resumption is not None and not resumption.is_complete:
+            warn_of_other_engines(spec, resumption, self.workers(model=spec.model))
 
     def _begin_resuming(self, spec: JobSpec, resumption: Resumption) -> bool:
         """Make room for a job that goes on; False when it is under way, or has nothing left to do.

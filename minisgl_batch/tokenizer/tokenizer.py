@@ -325,17 +325,16 @@ class ModelTokenizer:
     def _encode_each(self, texts: Mapping[int, str], *, add_special_tokens: bool) -> dict[int, IntArray | RequestError]:
         """`_encode` of many; one that can't be encoded gives its error instead."""
         try:
-            return dict(
-                zip(texts, self._encode(list(texts.values()), add_special_tokens=add_special_tokens), strict=True)
-            )
+            encoded = self._encode(list(texts.values()), add_special_tokens=add_special_tokens)
+        except RequestError:
+            return {i: self._encode_one(text, add_special_tokens=add_special_tokens) for i, text in texts.items()}
+        return dict(zip(texts, encoded, strict=True))
+
+    def _encode_one(self, text: str, *, add_special_tokens: bool) -> IntArray | RequestError:
+        try:
+            return self._encode([text], add_special_tokens=add_special_tokens)[0]
         except RequestError as error:
-            if len(texts) == 1:
-                return dict.fromkeys(texts, error)
-        return {
-            index: ids
-            for one in texts.items()
-            for index, ids in self._encode_each(dict([one]), add_special_tokens=add_special_tokens).items()
-        }
+            return error
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[IntArray]:
         """The ids of texts.

@@ -61,9 +61,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def fetched(self) -> WorkerOptions:
         """With what `fetch_model` makes of the engine's; jobs call the model as before. Errors as there."""
-        from minisgl_batch.models.fetch import (
-            fetch_model,
-        )  # needs the engine, which commands that only read options don't
+        # It needs the engine, which commands that only read options don't.
+        from minisgl_batch.models.fetch import fetch_model
 
         return msgspec.structs.replace(self, engine=fetch_model(self.engine), served_model_name=self.model)
 
