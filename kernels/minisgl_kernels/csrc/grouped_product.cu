@@ -15,7 +15,8 @@ namespace minisgl {
 constexpr int kLines = 256, kHalf = 160, kDepth = 64;  // of a tile: lines of the weight, rows of a block, depth of a stage
 constexpr int kStages = 4, kProductThreads = 3 * 128;
 constexpr int kWeightBytes = kLines * kDepth * 2, kStageBytes = kWeightBytes + kHalf * kDepth * 2;
-constexpr int kSharedBytes = kStages * (kStageBytes + 2 * sizeof(uint64_t));
+constexpr int kOutputBytes = 8 << 10;  // that a group of warps writes at a time
+constexpr int kSharedBytes = kStages * (kStageBytes + 2 * sizeof(uint64_t)) + 2 * kOutputBytes;
 
 struct Routed {
   const int32_t *members, *blocks, *num_blocks;  // see `moe_routing.Routing`
@@ -42,7 +43,8 @@ struct ProductTile {
   __device__ int end() const { return rank_in_cluster() == 0 && half < num_rows ? half : num_rows; }
 };
 
-// Stage after stage of shared memory, in the same order for those who load and those who multiply.
+// Stage after stage of shared memory, in the same order for those who load and those who multiply. Behind them is what
+// is written, and then the barriers.
 struct Stages {
   uint32_t shared, barriers;
   int index = 0, parity = 0;
@@ -56,6 +58,20 @@ struct Stages {
   }
 };
 
+// Lines of the weight that stand together in it, and that a tile has in another order: for the first product the gates
+// of eight pairs before their ups.
+template <bool kFirst>
+constexpr int kGroupLines = kFirst ? 16 : 8;
+
+// The copies of rows are there, but for those of the last `kLeft` stages.
+template <int kLeft>
+__device__ void announce(uint32_t full) {
+  wait_for_copies<kLeft>();
+  show_to_products();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(full);
+}
+
 // Fills the stages: half of the weight's lines, which both blocks get, and this block's rows.
 template <typename T, bool kFirst>
 __device__ void load(const T* x, const CUtensorMap& weight, const Routed& routed, Stages stages, int size_n, int size_k,
@@ -64,6 +80,7 @@ __device__ void load(const T* x, const CUtensorMap& weight, const Routed& routed
   const int thread = threadIdx.x % 128, block = rank_in_cluster();
   const int row = thread / 8, chunk = thread % 8;
   const uint32_t place = row * 128 + (chunk ^ row % 8) * 16;
+  uint32_t before = 0;  // the barrier of the stage that isn't announced yet
   for (int number = blockIdx.x / 2; number < num_tiles; number += gridDim.x / 2) {
     const ProductTile tile(number, num_tiles, num_columns, routed);
     const int begin = tile.begin(), num_rows = tile.end() - begin;
@@ -82,8 +99,8 @@ __device__ void load(const T* x, const CUtensorMap& weight, const Routed& routed
       wait(stages.empty(), stages.parity ^ 1);
       if (thread == 0) {
         arrive_and_expect(stages.full(), kWeightBytes);
-        const int line = tile.line + block * (kLines / 2);
-        copy_tile_to_both(stages.weight() + block * (kWeightBytes / 2), weight, k, tile.expert * size_n + line,
+        const int line = tile.expert * size_n + tile.line + block * (kLines / 2);
+        copy_tile_to_both(stages.weight() + block * (kWeightBytes / 2), weight, k, line / kGroupLines<kFirst>,
                           stages.full());
       }
       const bool inside = k + chunk * kVector < size_k;
@@ -91,22 +108,39 @@ __device__ void load(const T* x, const CUtensorMap& weight, const Routed& routed
       for (int i = 0; i < kHalf / kRows; ++i)
         if (i * kRows + row < num_rows)
           copy_or_zero(stages.rows() + i * kRows * 128 + place, inside ? sources[i] + k : x, inside);
-      arrive_after_copies(stages.full());
+      end_of_copies();
+      // Those who multiply hear of the rows a stage later, when this one's copies are on their way.
+      if (before != 0) announce<1>(before);
+      before = stages.full();
       stages.advance();
     }
   }
+  if (before != 0) announce<0>(before);
 }
 
+// The products of a tile, of this group's 128 lines. While those of a stage run, the next ones are given.
 template <typename T, int kColumns>
-__device__ void multiply(float (&sums)[2][kHalf / 2], uint64_t lines, uint64_t rows, int has_sums) {
-  begin_products();
+__device__ void multiply(float (&sums)[2][kHalf / 2], Stages& stages, int group, int size_k) {
+  const int lane = threadIdx.x % 32;
+  uint32_t before = 0;  // where to tell that the stage before was read
+  for (int k = 0; k < size_k; k += kDepth) {
+    wait(stages.full(), stages.parity);
+    const uint64_t lines = describe(stages.weight() + group * 128 * 128), rows = describe(stages.rows());
+    begin_products();
 #pragma unroll
-  for (int k = 0; k < kDepth / 16; ++k) {
+    for (int j = 0; j < kDepth / 16; ++j) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      Product<kColumns>::add(sums[i], lines + i * (64 * 128 >> 4) + k * 2, rows + k * 2, has_sums | k, T{});
+      for (int i = 0; i < 2; ++i)
+        Product<kColumns>::add(sums[i], lines + i * (64 * 128 >> 4) + j * 2, rows + j * 2, k | j, T{});
+    }
+    end_products();
+    wait_for_products<1>();
+    if (k > 0 && lane < 2) arrive_at(before, lane);
+    before = stages.empty();
+    stages.advance();
   }
-  end_products();
+  wait_for_products<0>();
+  if (lane < 2) arrive_at(before, lane);
 }
 
 __device__ inline float activate(float gate, float up, float alpha, float limit) {
@@ -116,59 +150,56 @@ __device__ inline float activate(float gate, float up, float alpha, float limit)
   return __fdividef(gate, 1.0f + __expf(-alpha * gate)) * (up + 1.0f);
 }
 
-// Exchanges `low` of a thread with the bit for `high` of its neighbour without: then each has both of one kind.
-template <typename X>
-__device__ void exchange(X& low, X& high, int bit) {
-  const bool upper = threadIdx.x & bit;
-  const X other = __shfl_xor_sync(0xffffffffu, upper ? low : high, bit);
-  (upper ? low : high) = other;
-}
-
-// Writes what the group of warps has multiplied: 128 lines of the tile by up to `num_rows` rows.
+// Writes what the group of warps has multiplied, 128 lines of the tile by `num_rows` rows, through shared memory, so that
+// a row's part goes out as a whole.
 template <typename T, bool kFirst>
-__device__ void write(float (&sums)[2][kHalf / 2], T* out, const T* bias, int64_t first_row, int num_rows, int line,
-                      int size_n, float alpha, float limit) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int width = kFirst ? size_n / 2 : size_n;
+__device__ void write(const float (&sums)[2][kHalf / 2], uint32_t shared, T* out, const T* bias, int64_t first_row,
+                      int num_rows, int line, int size_n, float alpha, float limit) {
+  constexpr int kWidth = kFirst ? 64 : 128, kChunks = kWidth / kVector, kRows = kOutputBytes / 2 / kWidth;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
+  const int width = kFirst ? size_n / 2 : size_n, column = kFirst ? line / 2 : line;
+  float shifts[2][2] = {};
+  if (bias != nullptr) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int first_line = line + i * 64 + warp * 16;  // of the warp
-    float shift[2] = {};
-    if (bias != nullptr) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int mine = first_line + lane / 4 + 8 * j;
-        if (mine < size_n) shift[j] = static_cast<float>(bias[mine]);
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int pair = line + i / 2 * 64 + warp * 16, mine = kFirst ? lane / 4 * 2 + i % 2 : lane / 4 + i % 2 * 8;
+      if (pair + mine < size_n) shifts[i / 2][i % 2] = static_cast<float>(bias[pair + mine]);
     }
-    // The quarter of a row of the warp's 16 lines, or 8 activated ones, that this thread writes.
-    const int quarter = lane / 8 % 2 * 2 + lane / 16;
-    const int column = (kFirst ? first_line / 2 : first_line) + quarter * (kFirst ? 2 : 4);
+  }
+  // Eight rows of 16 bytes each: for the first product of matrices i % 2 and rows i / 2, for the second one of the halves
+  // i % 2 of matrices i / 2.
+  const int matrix = lane / 8;
+  const int chunk = kFirst ? matrix % 2 * 4 + warp : matrix / 2 * 8 + warp * 2 + matrix % 2;
+  const uint32_t place = (lane % 8) * (2 * kWidth) + (chunk ^ lane % 8) * 16;
 #pragma unroll
-    for (int j = 0; j < kHalf / 8; ++j) {
-      if (j * 8 >= num_rows) break;
-      float* x = sums[i] + 4 * j;
-      float low[2] = {x[0] + shift[0], x[1] + shift[0]}, high[2] = {x[2] + shift[1], x[3] + shift[1]};
-      // Of lines l and l + 1, one has this thread, one its neighbour, both for two rows. Now both lines of one row.
-      exchange(low[0], low[1], 4);
-      exchange(high[0], high[1], 4);
-      const int row = j * 8 + lane % 4 * 2 + lane / 4 % 2;
-      T* to = out + (first_row + row) * width + column;
-      const bool inside = row < num_rows && column < width;
-      if (kFirst) {
-        float a = activate(low[0], low[1], alpha, limit), b = activate(high[0], high[1], alpha, limit);
-        exchange(a, b, 8);
-        typename Vector<T>::Pair pair;
-        narrow(make_float2(a, b), pair);
-        if (inside) *reinterpret_cast<typename Vector<T>::Pair*>(to) = pair;
-      } else {
-        typename Vector<T>::Pair pairs[2];
-        narrow(make_float2(low[0], low[1]), pairs[0]);
-        narrow(make_float2(high[0], high[1]), pairs[1]);
-        uint2 bits = *reinterpret_cast<uint2*>(pairs);
-        exchange(bits.x, bits.y, 8);
-        if (inside) *reinterpret_cast<uint2*>(to) = bits;
+  for (int first = 0; first < kHalf; first += kRows) {
+    if (first >= num_rows) break;
+    meet_group(threadIdx.x / 128);  // what was here before has been read
+#pragma unroll
+    for (int j = first / 8; j < (first + kRows) / 8 && j < kHalf / 8; j += kFirst ? 2 : 1) {
+      Pair matrices[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (kFirst) {
+          const float* x = sums[i % 2] + 4 * (j + i / 2);
+          const float gate = shifts[i % 2][0], up = shifts[i % 2][1];
+          matrices[i] = pack<T>(activate(x[0] + gate, x[2] + up, alpha, limit),
+                                activate(x[1] + gate, x[3] + up, alpha, limit));
+        } else {
+          const float* x = sums[i / 2] + 4 * j + i % 2 * 2;
+          matrices[i] = pack<T>(x[0] + shifts[i / 2][i % 2], x[1] + shifts[i / 2][i % 2]);
+        }
       }
+      const int row = j * 8 - first + (kFirst ? matrix / 2 * 8 : 0);
+      store_transposed(shared + row * (2 * kWidth) + place, matrices);
+    }
+    meet_group(threadIdx.x / 128);
+#pragma unroll
+    for (int i = 0; i < kRows * kChunks / 128; ++i) {
+      const int row = (i * 128 + thread) / kChunks, part = thread % kChunks;
+      if (first + row < num_rows && column + part * kVector < width)
+        *reinterpret_cast<uint4*>(out + (first_row + first + row) * width + column + part * kVector) =
+            load_shared(shared + row * (2 * kWidth) + (part ^ row % 8) * 16);
     }
   }
 }
@@ -177,11 +208,12 @@ template <typename T, bool kFirst>
 __global__ void __cluster_dims__(2) __launch_bounds__(kProductThreads, 1)
     grouped_product_kernel(const T* x, const __grid_constant__ CUtensorMap weight, const T* bias, T* out, Routed routed,
                            int size_n, int size_k, float alpha, float limit) {
-  Stages stages{dynamic_tiles(), dynamic_tiles() + kStages * kStageBytes};
-  const int group = threadIdx.x / 128;
+  const uint32_t output = dynamic_tiles() + kStages * kStageBytes;
+  Stages stages{dynamic_tiles(), output + 2 * kOutputBytes};
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same in a warp, so that the compiler sees it
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      init_barrier(stages.barriers + i * 16, 1 + 128);         // the weight, and threads that copy rows
+      init_barrier(stages.barriers + i * 16, 1 + 4);          // the weight, and warps that copy rows
       init_barrier(stages.barriers + i * 16 + 8, 2 * 2 * 4);  // warps that multiply, of both blocks
     }
     end_of_barriers();
@@ -190,31 +222,25 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kProductThreads, 1)
   wait_for_inputs();
   const int num_columns = (size_n + kLines - 1) / kLines, num_tiles = *routed.num_blocks * num_columns;
   if (group == 2) {
-    give_registers<40>();
+    give_registers<56>();
     load<T, kFirst>(x, weight, routed, stages, size_n, size_k, num_columns, num_tiles);
   } else {
-    take_registers<232>();
+    take_registers<224>();
     ProductTile tile(blockIdx.x / 2, num_tiles, num_columns, routed);
     for (int number = blockIdx.x / 2; number < num_tiles; number += gridDim.x / 2) {
       const ProductTile next(number + gridDim.x / 2, num_tiles, num_columns, routed);
       float sums[2][kHalf / 2];
-      for (int k = 0; k < size_k; k += kDepth) {
-        wait(stages.full(), stages.parity);
-        see_copies();
-        const uint64_t lines = describe(stages.weight() + group * 128 * 128), rows = describe(stages.rows());
-        switch (tile.half / 8) {
+      switch (tile.half / 8) {
 #define CASE(n) \
-  case n: multiply<T, 8 * n>(sums, lines, rows, k); break;
-          CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10)
-          CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20)
+  case n: multiply<T, 8 * n>(sums, stages, group, size_k); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10)
+        CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20)
 #undef CASE
-        }
-        if (threadIdx.x % 32 < 2) arrive_at(stages.empty(), threadIdx.x % 32);
-        stages.advance();
       }
       const int begin = tile.begin(), num_rows = tile.end() - begin;
-      write<T, kFirst>(sums, out, bias == nullptr ? nullptr : bias + int64_t{tile.expert} * size_n,
-                       tile.first_row + begin, num_rows, tile.line + group * 128, size_n, alpha, limit);
+      write<T, kFirst>(sums, output + group * kOutputBytes, out,
+                       bias == nullptr ? nullptr : bias + int64_t{tile.expert} * size_n, tile.first_row + begin, num_rows,
+                       tile.line + group * 128, size_n, alpha, limit);
       tile = next;
     }
   }
@@ -223,8 +249,9 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kProductThreads, 1)
 }
 
 #ifndef MINISGL_EMULATE
-// Describes the lines of the weight to the tensor memory accelerator.
-template <typename T>
+// Describes the weight to the tensor memory accelerator: elements of a line, lines with the same part in eight pairs (or
+// eight lines), the two parts, and groups of both.
+template <typename T, bool kFirst>
 CUtensorMap describe_lines(const TensorView& weight) {
   static const auto encode = [] {
     void* function = nullptr;
@@ -235,11 +262,13 @@ CUtensorMap describe_lines(const TensorView& weight) {
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   CUtensorMap map;
-  const cuuint64_t size_k = weight.size(2), sizes[2] = {size_k, static_cast<cuuint64_t>(weight.size(0) * weight.size(1))};
-  const cuuint64_t strides[1] = {size_k * sizeof(T)};
-  const cuuint32_t box[2] = {kDepth, kLines / 2}, steps[2] = {1, 1};
+  constexpr int kGroup = kGroupLines<kFirst>, kParts = kGroup / 8;
+  const cuuint64_t size_k = weight.size(2), line = size_k * sizeof(T);
+  const cuuint64_t num_groups = static_cast<cuuint64_t>(weight.size(0)) * weight.size(1) / kGroup;
+  const cuuint64_t sizes[4] = {size_k, 8, kParts, num_groups}, strides[3] = {kParts * line, line, kGroup * line};
+  const cuuint32_t box[4] = {kDepth, 8, kParts, kLines / 2 / kGroup}, steps[4] = {1, 1, 1, 1};
   const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult error = encode(&map, type, 2, data<T>(weight), sizes, strides, box, steps,
+  const CUresult error = encode(&map, type, 4, data<T>(weight), sizes, strides, box, steps,
                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TVM_FFI_ICHECK(error == CUDA_SUCCESS) << "cuTensorMapEncodeTiled: error " << static_cast<int>(error);
@@ -254,13 +283,14 @@ void grouped_product(int num_processors, TensorView x, TensorView weight, Tensor
                       static_cast<int>(blocks.stride(0))};
   const int size_n = weight.size(1), size_k = weight.size(2);
   TVM_FFI_ICHECK(size_k % kVector == 0 && size_n % kVector == 0) << "lines must be multiples of 16 bytes";
-  with_type(x, [&](auto element) {
+  const auto run = [&](auto element, auto first) {
     using T = decltype(element);
-    const auto kernel = is_first ? grouped_product_kernel<T, true> : grouped_product_kernel<T, false>;
-    launch_with_shared(kernel, num_processors / 2 * 2, kProductThreads, kSharedBytes, x.device(), data<T>(x),
-                       describe_lines<T>(weight), has_bias ? data<T>(bias) : nullptr, data<T>(out), routed, size_n,
-                       size_k, static_cast<float>(alpha), static_cast<float>(limit));
-  });
+    constexpr bool kFirst = decltype(first)::value;
+    launch_with_shared(grouped_product_kernel<T, kFirst>, num_processors / 2 * 2, kProductThreads, kSharedBytes, x.device(),
+                       data<T>(x), describe_lines<T, kFirst>(weight), has_bias ? data<T>(bias) : nullptr, data<T>(out),
+                       routed, size_n, size_k, static_cast<float>(alpha), static_cast<float>(limit));
+  };
+  with_type(x, [&](auto element) { is_first ? run(element, std::true_type{}) : run(element, std::false_type{}); });
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_product, grouped_product);

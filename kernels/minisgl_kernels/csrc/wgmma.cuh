@@ -7,6 +7,7 @@
 #include <cuda.h>
 
 #include "common.cuh"
+#include "warp.cuh"
 
 #ifndef MINISGL_EMULATE
 namespace minisgl {
@@ -24,9 +25,8 @@ __device__ inline void init_barrier(uint32_t barrier, int arrivals) {
 __device__ inline void arrive_and_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Arrives once this thread's `cp.async` copies so far are there.
-__device__ inline void arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+__device__ inline void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // At the same barrier of a block of the cluster. It says that products have read; of writes, which would take long to
 // reach the other block, it says nothing.
@@ -56,14 +56,14 @@ __device__ inline void meet_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Copies a tile, whose first element has these places in the tensor, to the same place in both blocks of the cluster.
-// Each block's barrier hears of it.
-__device__ inline void copy_tile_to_both(uint32_t shared, const CUtensorMap& tensor, int column, int row,
+// Copies a tile of a tensor of four dimensions, from `first` of its first one and `last` of its last one on, to the same
+// place in both blocks of the cluster. Each block's barrier hears of it.
+__device__ inline void copy_tile_to_both(uint32_t shared, const CUtensorMap& tensor, int first, int last,
                                          uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
-      "[%4], %5;" ::"r"(shared),
-      "l"(&tensor), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, "
+      "%3, %4}], [%5], %6;" ::"r"(shared),
+      "l"(&tensor), "r"(first), "r"(0), "r"(last), "r"(barrier), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
 
@@ -83,18 +83,39 @@ __device__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// What others wrote to shared memory can be read by the products from here on.
-__device__ inline void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread wrote to shared memory, products that hear of it can read.
+__device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The four warps of a group, which is one of those that multiply.
+__device__ inline void meet_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+
+// Four transposed matrices of 8 x 8 elements, each lane giving the place of one of the 32 rows that are written.
+__device__ inline void store_transposed(uint32_t shared, const Pair (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(matrices[0]),
+               "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
+__device__ inline uint4 load_shared(uint32_t shared) {
+  uint4 bits;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(shared)
+               : "memory");
+  return bits;
+}
 
 // Rows of 64 elements of two bytes, swizzled by 128 bytes.
 __device__ inline uint64_t describe(uint32_t shared) {
   return uint64_t{(shared & 0x3ffff) >> 4} | uint64_t{1} << 16 | uint64_t{64} << 32 | uint64_t{1} << 62;
 }
 
-// Products of the warps' group that add to registers: first `begin_products`, then `Product`s, then `end_products`.
+// Products of the warps' group that add to registers: first `begin_products`, then `Product`s, then `end_products`. They
+// are done when `wait_for_products` says so, which leaves the last `kLeft` such sets running.
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void end_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+__device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kLeft>
+__device__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
 // sums (64 x kColumns, float) = a (64 x 16) * b (kColumns x 16)' + sums, or without them. Of the 16 rows of a warp thread l

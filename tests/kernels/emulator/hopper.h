@@ -24,7 +24,7 @@ inline uint32_t dynamic_tiles() { return 0; }
 inline int rank_in_cluster() { return emulate::block->current / blockDim.x; }
 inline void meet_cluster() { emulate::meet(emulate::block->all); }
 inline void end_of_barriers() {}
-inline void see_copies() {}
+inline void show_to_products() {}
 template <int kRegisters>
 void give_registers() {}
 template <int kRegisters>
@@ -57,39 +57,59 @@ inline void copy_or_zero(uint32_t shared, const void* global, bool inside) {
   static const uint4 zeros = {};
   copy_async(emulate::shared_of(rank_in_cluster()) + shared, inside ? global : &zeros);
 }
-inline void arrive_after_copies(uint32_t barrier) {
-  end_of_copies();
-  wait_for_copies<0>();
-  arrive_at(barrier, rank_in_cluster());
-}
+inline void arrive(uint32_t barrier) { arrive_at(barrier, rank_in_cluster()); }
 inline void wait(uint32_t barrier, int parity) {
   while (phases(barrier, rank_in_cluster()).number % 2 == parity) emulate::yield();
 }
 
-// A tensor's address, columns and rows, and the rows of a tile.
-inline CUtensorMap tensor_map(const void* data, int64_t columns, int64_t rows, int64_t tile_rows) {
-  return CUtensorMap{{reinterpret_cast<uint64_t>(data), static_cast<uint64_t>(columns), static_cast<uint64_t>(rows),
-                      static_cast<uint64_t>(tile_rows)}};
+// A tensor's address, elements of a line, lines, and lines of a group, which come part by part.
+inline CUtensorMap tensor_map(const void* data, int64_t columns, int64_t lines, int64_t group_lines) {
+  return CUtensorMap{{reinterpret_cast<uint64_t>(data), static_cast<uint64_t>(columns), static_cast<uint64_t>(lines),
+                      static_cast<uint64_t>(group_lines)}};
 }
-inline void copy_tile_to_both(uint32_t shared, const CUtensorMap& tensor, int column, int row, uint32_t barrier) {
+inline void copy_tile_to_both(uint32_t shared, const CUtensorMap& tensor, int column, int group, uint32_t barrier) {
+  constexpr int kTileLines = 128;
   const auto* data = reinterpret_cast<const uint16_t*>(tensor.opaque[0]);
-  const int64_t columns = tensor.opaque[1], rows = tensor.opaque[2], tile_rows = tensor.opaque[3];
+  const int64_t columns = tensor.opaque[1], lines = tensor.opaque[2], group_lines = tensor.opaque[3];
   for (int block = 0; block < 2; ++block) {
-    for (int i = 0; i < tile_rows; ++i) {
+    for (int i = 0; i < kTileLines; ++i) {
+      const int64_t inner = i % group_lines, parts = group_lines / 8;
+      const int64_t line = (group + i / group_lines) * group_lines + inner % 8 * parts + inner / 8;
       for (int j = 0; j < 64; ++j) {
-        const bool inside = row + i < rows && column + j < columns;
-        const uint16_t bits = inside ? data[(row + i) * columns + column + j] : 0;
+        const uint16_t bits = line < lines && column + j < columns ? data[line * columns + column + j] : 0;
         std::memcpy(element_at(shared + i * 128 + j * 2, block), &bits, 2);
       }
     }
-    phases(barrier, block).bytes -= tile_rows * 128;
+    phases(barrier, block).bytes -= kTileLines * 128;
     phases(barrier, block).check();
   }
+}
+
+inline std::map<int, emulate::Barrier> all_groups;
+inline void meet_group(int) {
+  emulate::Barrier& barrier = all_groups[emulate::block->current / 128];
+  barrier.members = 128;
+  emulate::meet(barrier);
+}
+inline void store_transposed(uint32_t shared, const Pair (&matrices)[4]) {
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t to = emulate::from_lane(shared, 8 * i + lane / 4);
+    const Pair part = transpose(matrices[i]);
+    std::memcpy(emulate::shared_of(rank_in_cluster()) + to + lane % 4 * 4, &part, 4);
+  }
+}
+inline uint4 load_shared(uint32_t shared) {
+  uint4 bits;
+  std::memcpy(&bits, emulate::shared_of(rank_in_cluster()) + shared, 16);
+  return bits;
 }
 
 inline uint64_t describe(uint32_t shared) { return shared >> 4; }
 inline void begin_products() {}
 inline void end_products() {}
+template <int kLeft>
+void wait_for_products() {}
 
 template <int kColumns>
 struct Product {

@@ -156,7 +156,8 @@ extern "C" void emulate_grouped_product(double num_processors, const T* x, Sizes
                       static_cast<int>(block_sizes[kStrides])};
   const auto kernel = is_first ? grouped_product_kernel<T, true> : grouped_product_kernel<T, false>;
   emulate::launch_clusters(2, kernel, static_cast<int>(num_processors) / 2 * 2, kProductThreads, kSharedBytes, x,
-                           tensor_map(weight, size_k, int64_t{num_experts} * size_n, kLines / 2),
+                           tensor_map(weight, size_k, int64_t{num_experts} * size_n,
+                                      is_first ? kGroupLines<true> : kGroupLines<false>),
                            has_bias ? bias : nullptr, out, routed, size_n, size_k, static_cast<float>(alpha),
                            static_cast<float>(limit));
 }
