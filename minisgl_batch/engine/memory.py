@@ -21,6 +21,7 @@ GPU_WORKSPACE_BYTES = 3 << 30  # of attention and matrix libraries, and what CUD
 def available_bytes(device: torch.device, memory_ratio: float | None) -> int:
     """Memory for weights and KV pool together, before either is allocated."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of tensors that are gone is free, too
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * (memory_ratio or GPU_MEMORY_RATIO))
     return int(_host_memory_left() * (memory_ratio or CPU_MEMORY_RATIO))

@@ -104,6 +104,7 @@ class Rank:
         if self._compiling is not None:
             self._compiling.close()
         gc.collect()  # graphs and layers refer to each other
+        torch.cuda.empty_cache()  # other processes can have the memory; without a GPU this does nothing
         self._links.close()
 
 

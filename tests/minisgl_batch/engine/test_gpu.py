@@ -305,3 +305,11 @@ def test_demo_answers_as_on_a_cpu(quantization: Quantization | None) -> None:
     right = sum(text == row["metadata"]["answer"] for text, row in zip(texts["cuda"], rows, strict=True))
     assert same >= 0.99 * len(rows)
     assert right >= 0.97 * len(rows)
+
+
+def test_a_closed_engine_leaves_its_memory() -> None:
+    before = torch.cuda.memory_reserved()
+    with LLM("demo", device="cuda", num_pages=1 << 16) as llm:
+        assert torch.cuda.memory_reserved() - before > 512 << 20
+        llm.generate(["What is 1 + 1?"], progress=False)
+    assert torch.cuda.memory_reserved() - before < 64 << 20
