@@ -113,7 +113,7 @@ def cut_texts(manifest: Manifest) -> str:
     """How many texts ended for their length, "" for none."""
     if not manifest.num_cut:
         return ""
-    num_texts = sum(part.num_rows for part in manifest.parts) - manifest.num_errors  # error rows hold none
+    num_texts = sum(part.num_rows for part in manifest.parts) - sum(manifest.num_by_error_type.values())
     asked = manifest.sampling.structured_outputs
     what = "; as structured outputs these aren't complete" if asked is not None and asked.kinds else ""
     return f"{manifest.num_cut:,} of {count(num_texts, 'text')} ended by max_tokens or with the context{what}"
