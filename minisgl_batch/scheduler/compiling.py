@@ -34,6 +34,10 @@ from minisgl_batch.scheduler.source import MessageSource
 NUM_THREADS = 8  # on one processor, too: they wait for their processes, which share it, so that none waits for another
 MAX_KEPT = 64  # grammars, of those last used
 POLL_S = 0.01
+_CHAR = r'[^"\\\x00-\x1F\x7F]'
+# Tokens by what they are in a JSON string, in llguidance's slices and one of 16 characters: a slice that a state takes
+# as a whole costs nothing. Few tokens are longer, so that strings that end soon cost more only in their last 16.
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_CHAR}{{1,{size}}}" for size in (10, 16, 30)), f"{_CHAR}+"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,4 +182,9 @@ def _matcher(tokenizer: Any, grammar: str) -> Any:
 def _tokenizer(vocabulary: SetVocabulary) -> Any:
     from llguidance import LLTokenizer
 
-    return LLTokenizer(vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_ids))
+    return LLTokenizer(
+        vocabulary.tokenizer,
+        n_vocab=vocabulary.vocab_size,
+        eos_token=list(vocabulary.eos_ids),
+        slices=SLICES,
+    )

@@ -127,14 +127,14 @@ class Constraints:
 
     def advance(self, uids: Sequence[int], tokens: Sequence[int]) -> None:
         """The next tokens of rows that go on."""
-        consumed: list[tuple[Any, int]] = []
+        consumed: list[tuple[_Row, int]] = []
         for uid, token in zip(uids, tokens, strict=True):
             row = self._rows.get(uid)  # at a follower there is none
             if row is not None and (row.in_answer or row.take(token)):
                 row.taken.append(token)
-                consumed.append((row.matcher, token))
+                consumed.append((row, token))
         if consumed:
-            self._executor.consume_token_par(consumed)  # one that fails shows it at the next mask
+            self._executor.consume_token_par(_matchers(consumed))  # one that fails shows it at the next mask
 
     def fill(self, uids: Sequence[int], masks: IntArray) -> None:
         """The masks of rows' next tokens.
@@ -159,10 +159,8 @@ class Constraints:
             if row.mark_tokens:
                 marked.append((row.mark_tokens, line))
         if asked:
-            asked.sort(key=lambda entry: id(entry[0].lexer))  # neighbours go to one thread, which then has the lock
-            matchers = [(row.matcher, line) for row, line in asked]
             num_bytes = masks.shape[1] * masks.itemsize
-            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, num_bytes, len(masks))
+            self._executor.unsafe_compute_mask_ptr(_matchers(asked), masks.ctypes.data, num_bytes, len(masks))
         failed = [(row, line) for row, line in asked if row.matcher.is_error() and not row.ask_again(masks[line])]
         for tokens, line in marked:
             for token in tokens:
@@ -181,6 +179,11 @@ class Constraints:
             row.has_failed = True
             why = f"no token can follow within the grammar ({shown(row.matcher.get_error())})"
             self._failures.append((uid, f"structured_outputs: {why}"))
+
+
+def _matchers(rows: list[tuple[_Row, int]]) -> list[tuple[Any, int]]:
+    """Rows' matchers, by lexers: neighbours go to the same thread, which then waits for no other's lock."""
+    return [(row.matcher, number) for row, number in sorted(rows, key=lambda entry: id(entry[0].lexer))]
 
 
 def _mask(vocab_size: int, tokens: Sequence[int]) -> IntArray:

@@ -8,11 +8,12 @@ to it that they have their lexers; `constraints` takes the rows' matchers from t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
-ROWS_PER_LEXER = 4  # so few that the masks of all rows can be made at once by as many threads as there are
-MAX_LEXERS = 64
+ROWS_PER_LEXER = 8  # so few that one thread soon has their masks
+MAX_LEXERS = min(2 * (os.cpu_count() or 1), 32)  # each learns for itself: more would learn more than they save
 _WORN_OUT = "lexer error"
 
 
