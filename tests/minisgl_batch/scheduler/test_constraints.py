@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from llguidance import LLParserLimits
+from llguidance import LLParserLimits, LLTokenizer
 
 from minisgl_batch.grammar_check import TOO_COMPLEX, GrammarCheck, syntax_problem
 from minisgl_batch.messages import (
@@ -253,6 +253,11 @@ def test_no_row_waits_for_anothers_grammar(world: World, monkeypatch: pytest.Mon
     assert world.source.receive(block=True) == [abort, Shutdown()]
     go_on.set()
     assert world.uids(block=True) == [1]
+
+
+def test_slices_are_those_of_llguidance_and_more() -> None:
+    slices = iter(compiling.SLICES)
+    assert all(known in slices for known in LLTokenizer.general_slices())  # in their order
 
 
 def test_what_nobody_waits_for_isnt_compiled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
