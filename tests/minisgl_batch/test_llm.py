@@ -215,6 +215,7 @@ def test_unservable_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
         with pytest.raises(RequestError, match=f"prompt 1.*({problem})"):
             llm.generate([QUESTION, bad], progress=False)
     assert llm.stats().num_steps == steps
+    assert not llm._outputs._live  # the prompt before it is forgotten
     assert llm.generate(MESSAGES, progress=False)[0].outputs[0].text == "42"
 
 
