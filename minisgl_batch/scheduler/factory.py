@@ -58,6 +58,7 @@ def scheduler_config(engine: Engine) -> SchedulerConfig:
         overlap=options.overlap,
         mixed=options.mixed,
         sharing=engine.sharing_costs,
+        dtype=str(options.dtype).removeprefix("torch."),
     )
 
 

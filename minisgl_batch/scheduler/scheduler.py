@@ -36,7 +36,7 @@ from minisgl_batch.messages import (
     ToEngine,
 )
 from minisgl_batch.request import Req, ReqState
-from minisgl_batch.scheduler import scoring
+from minisgl_batch.scheduler import overflow, scoring
 from minisgl_batch.scheduler.cache import CacheManager
 from minisgl_batch.scheduler.constraints import FAILED, Constraints
 from minisgl_batch.scheduler.decode import NO_ROWS, DecodeManager, DecodeRows
@@ -61,6 +61,7 @@ class SchedulerConfig:
         overlap: which loop.
         mixed: a step may have both decode rows and pieces of prompts; otherwise pieces go first, in steps of their own.
         sharing: when decode rows attend to a prefix in common in two levels; None: never.
+        dtype: what the model computes in, as users name it.
     """
 
     num_pages: int
@@ -71,6 +72,7 @@ class SchedulerConfig:
     overlap: bool
     mixed: bool = True
     sharing: SharingCosts | None = None
+    dtype: str = "float32"
 
 
 class Scheduler:
@@ -273,6 +275,10 @@ class Scheduler:
         slots, positions = batch.slots[batch.samples], batch.kv_lens[batch.samples]
         table.tokens[slots, positions] = tokens
 
+        if batch.scoring is not None:
+            self._fail(found := scoring.overflowed(batch, done.step.scores()), np.zeros_like(found))
+        if (missing := tokens < 0).any():
+            self._fail(slots[missing], positions[missing])
         alive = table.running[slots]
         slots, positions, tokens = slots[alive], positions[alive], tokens[alive]
         finish = np.full(len(slots), NOT_FINISHED, dtype=np.uint8)
@@ -289,6 +295,17 @@ class Scheduler:
             self.decode.estimate.finished(position + 1 - req.num_prompt, req.max_len - req.num_prompt)
             self._drain(req)
         self._release_drained(batch.slots)
+
+    def _fail(self, slots: IntArray, positions: IntArray) -> None:
+        """End the rows among these that still run: their logits for the tokens at `positions` aren't finite."""
+        alive = self.table.running[slots]
+        if not alive.any():
+            return
+        slots, positions = slots[alive], positions[alive]
+        failures = overflow.failures(self.table, slots, positions, self.config.dtype)
+        self._source.send(RequestsRefused(failures, overflow.OVERFLOWED))
+        for slot in slots.tolist():
+            self._drain(self._req_at(slot))
 
     def _report(
         self,
