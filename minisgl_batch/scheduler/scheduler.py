@@ -298,14 +298,17 @@ class Scheduler:
 
     def _fail(self, slots: IntArray, positions: IntArray) -> None:
         """End the rows among these that still run: their logits for the tokens at `positions` aren't finite."""
-        alive = self.table.running[slots]
-        if not alive.any():
-            return
-        slots, positions = slots[alive], positions[alive]
-        failures = overflow.failures(self.table, slots, positions, self.config.dtype)
-        self._source.send(RequestsRefused(failures, overflow.OVERFLOWED))
-        for slot in slots.tolist():
-            self._drain(self._req_at(slot))
+        failures = []
+        for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+            req = self.table.reqs[slot]
+            if req is None:
+                continue  # its prompt was enough
+            self.cache.spoil_row(req)
+            if req.state is ReqState.RUNNING:
+                failures.append((req.uid, overflow.reason(position + 1 - req.num_prompt, self.config.dtype)))
+                self._drain(req)
+        if failures:
+            self._source.send(RequestsRefused(failures, overflow.OVERFLOWED))
 
     def _report(
         self,
