@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_batch.batch import BoolArray, IntArray, ScheduledBatch, SharingCosts
+from minisgl_batch.batch import BoolArray, IntArray, ScheduledBatch
 from minisgl_batch.kvcache.base import PrefixCache
 from minisgl_batch.messages import (
     FINISH_ABORT,
@@ -38,6 +37,7 @@ from minisgl_batch.messages import (
 from minisgl_batch.request import Req, ReqState
 from minisgl_batch.scheduler import overflow, scoring
 from minisgl_batch.scheduler.cache import CacheManager
+from minisgl_batch.scheduler.config import SchedulerConfig
 from minisgl_batch.scheduler.constraints import FAILED, Constraints
 from minisgl_batch.scheduler.decode import NO_ROWS, DecodeManager, DecodeRows
 from minisgl_batch.scheduler.prefill import Piece, PrefillManager
@@ -47,32 +47,6 @@ from minisgl_batch.scheduler.steps import InFlight, StepRunner
 from minisgl_batch.scheduler.table import TableManager
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of one scheduler, all resolved.
-
-    Attributes:
-        num_pages, page_size: the KV pool.
-        max_running: slots.
-        max_seq_len: longest prompt + output in tokens; fits into the pool.
-        max_prefill_tokens: token budget of a step's pieces.
-        overlap: which loop.
-        mixed: a step may have both decode rows and pieces of prompts; otherwise pieces go first, in steps of their own.
-        sharing: when decode rows attend to a prefix in common in two levels; None: never.
-        dtype: what the model computes in, as users name it.
-    """
-
-    num_pages: int
-    page_size: int
-    max_running: int
-    max_seq_len: int
-    max_prefill_tokens: int
-    overlap: bool
-    mixed: bool = True
-    sharing: SharingCosts | None = None
-    dtype: str = "float32"
 
 
 class Scheduler:

@@ -26,7 +26,8 @@ from minisgl_batch.messages import (
     StepOutput,
 )
 from minisgl_batch.sampling_params import EngineSampling
-from minisgl_batch.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl_batch.scheduler.config import SchedulerConfig
+from minisgl_batch.scheduler.scheduler import Scheduler
 from minisgl_batch.scheduler.source import LocalSource
 
 VOCAB = 50
