@@ -115,7 +115,7 @@ def _kernel(
         position = tl.load(kv_lens + row).to(tl.int64) - tl.load(num_prompt + slot)
         multiplier, increment = row_key(tl.load(seeds + slot), tl.load(sample_indices + slot), position)
         while rejected:
-            _, token = _best_before(
+            score, column = _best_before(
                 row_logits,
                 size,
                 value,
@@ -128,10 +128,12 @@ def _kernel(
                 max_blocks,
                 num_lanes,
             )
+            found = score > float("-inf")  # else all scores overflow, by a small temperature
+            token = tl.where(found, column, token)
             value = tl.load(row_logits + token).to(tl.float32)
             count, mass, _, _, _ = _scan(row_logits, size, value, token, peak, scale, num_blocks, num_lanes)
             weight = tl.exp2((value - peak) * scale)
-            rejected = _rejects(count, mass, weight, top_k, top_p, min_p, kept_mass)
+            rejected = found & _rejects(count, mass, weight, top_k, top_p, min_p, kept_mass)
         tl.store(tokens + row, token)
 
 

@@ -95,6 +95,13 @@ def test_rows_that_arent_finite_get_no_token(device: torch.device) -> None:
     assert_best_of_kept(tokens[::2], logits[::2], finite)
 
 
+def test_scores_that_overflow_end_the_search(device: torch.device) -> None:
+    logits = -3e38 + 1e37 * torch.rand(8, 200, device=device)
+    filters = random_filters(11, 20) | {"temperature": torch.full((11,), 1e-5), "min_p": torch.full((11,), 0.9)}
+    tokens = sample_filtered.sample_filtered(logits, random_rows(8, device, **filters))
+    assert ((tokens >= -1) & (tokens < 200)).all()
+
+
 @pytest.mark.gpu
 def test_replays_in_a_graph(device: torch.device) -> None:
     logits = torch.randn(24, 151_936, device=device).bfloat16()
