@@ -280,6 +280,7 @@ class LLM:
         )
         for index, resolved in enumerate(requests):
             if isinstance(resolved, RequestError):
+                self._outputs.abort(call.uids())  # nobody waits for the prompts before it
                 raise RequestError(resolved.error_type, f"prompt {index}: {resolved}") from resolved
             message = resolved.message(self._next_uid)
             call.add(message, self._outputs.add_prompt(message, resolved), resolved.prompt_ids.tolist())
