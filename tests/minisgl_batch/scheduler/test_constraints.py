@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits, LLTokenizer
 
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.grammar_check import TOO_COMPLEX, GrammarCheck, syntax_problem
 from minisgl_batch.messages import (
     AbortRequests,
@@ -25,7 +26,6 @@ from minisgl_batch.messages import (
     SetVocabulary,
     Shutdown,
 )
-from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler import compiling
 from minisgl_batch.scheduler.compiling import CompilingSource
 from minisgl_batch.scheduler.constraints import Constraints
