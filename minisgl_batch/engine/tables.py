@@ -11,7 +11,8 @@ import torch
 
 from minisgl_batch.batch import ForwardBatch, IntArray, ScheduledBatch, TableEdits
 from minisgl_batch.engine.transfer import Transfer
-from minisgl_batch.sampling_params import MAX_LOGIT_RULES, EngineSampling
+from minisgl_batch.engine_sampling import EngineSampling
+from minisgl_batch.sampling_params import MAX_LOGIT_RULES
 from minisgl_kernels.adjust_logits import AdjustedRows
 from minisgl_kernels.gumbel import SamplingRows
 
@@ -123,7 +124,7 @@ class DeviceTables:
         page_of_token = self.page_table[lines, columns // self._page_size]
         return ForwardBatch(
             host=host,
-            input_ids=self.token_pool[lines, columns],
+            input_ids=self.token_pool[lines, columns].clamp_min_(0),  # -1: the row will fail, its token wasn't seen yet
             positions=positions,
             out_loc=page_of_token * self._page_size + positions % self._page_size,
             slots=slots,

@@ -20,8 +20,8 @@ import torch
 
 from minisgl_batch.bench import SHAPES, Bench
 from minisgl_batch.config import EngineConfig, Quantization
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.messages import AbortRequests, AddRequests, NewPrompt, NewRequest
-from minisgl_batch.sampling_params import EngineSampling
 
 READ_BYTES_PER_S = 4.3e12
 BATCHES = (1, 8, 64, 256)
@@ -47,11 +47,12 @@ def start(bench: Bench, num_rows: int, context: int, first_uid: int, sampling: d
 
 
 def step_ms(bench: Bench, num_steps: int) -> float:
-    torch.cuda.synchronize()
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
+    synchronize()
     started = time.perf_counter()
     for _ in range(num_steps):
         bench.tick()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - started) / num_steps * 1000
 
 

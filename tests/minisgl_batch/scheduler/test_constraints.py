@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits, LLTokenizer
 
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.grammar_check import TOO_COMPLEX, GrammarCheck, syntax_problem
 from minisgl_batch.messages import (
     AbortRequests,
@@ -24,10 +26,10 @@ from minisgl_batch.messages import (
     SetVocabulary,
     Shutdown,
 )
-from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler import compiling
 from minisgl_batch.scheduler.compiling import CompilingSource
 from minisgl_batch.scheduler.constraints import Constraints
+from minisgl_batch.scheduler.lexers import MAX_LEXERS, ROWS_PER_LEXER
 from minisgl_batch.scheduler.source import LocalSource
 from minisgl_batch.structured_outputs import StructuredOutputsParams
 from minisgl_batch.tokenizer.detokenizer import make_detokenizer
@@ -143,6 +145,60 @@ def test_a_complete_text_can_only_end_and_one_at_a_dead_end_must(world: World) -
     assert len(world.allowed(1)) == VOCAB
 
 
+def test_rows_go_on_with_lexers_that_come_later(world: World) -> None:
+    pattern = "[a-z]{4}(-[0-9]{2}){6}"
+    uids = list(range(5 * ROWS_PER_LEXER))
+    world.say(vocabulary())
+    world.add(*(prompt(Constraint(grammar(regex=pattern)), uid) for uid in uids))
+    assert world.uids(block=True) == uids
+    texts: dict[int, list[int]] = {uid: [] for uid in uids}
+    while uids:
+        masks = np.zeros((len(uids), -(-VOCAB // 32)), dtype=np.int32)
+        world.constraints.fill(uids, masks)
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        for uid, row in zip(uids, bits, strict=True):
+            texts[uid].append(random.choice(np.flatnonzero(row).tolist()))
+        uids = [uid for uid in uids if texts[uid][-1] != EOS]
+        world.constraints.advance(uids, [texts[uid][-1] for uid in uids])
+        world.source._adding.submit(int).result()  # they are there for the second token
+    rows = world.constraints._rows
+    assert max(row.lexer.num_rows for row in rows.values() if row.lexer) <= 2 * (len(rows) / min(5, MAX_LEXERS) + 1)
+    for tokens in texts.values():
+        assert re.fullmatch(pattern, TOKENIZER.decode(tokens[:-1])), tokens
+
+
+def test_a_row_that_wears_out_its_lexer_fails_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that share it go on where they are, and others begin. Of the expression's 2^9 states there may be 300."""
+    few = LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(compiling, "limits", lambda: few)
+    world.say(vocabulary())
+    world.add(prompt(Constraint(grammar(regex="[ab]*a[ab]{8}c")), 0, 1, 2))
+    assert world.uids(block=True) == [0, 1, 2]
+    assert world.allowed(0) == world.allowed(1) == world.allowed(2)
+    tokens = [world.ids(char)[0] for char in "abc"]
+    taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
+
+    def advance(uid: int) -> set[int]:
+        taken[uid].append(random.choice(tokens[:2]))
+        world.constraints.advance([uid], taken[uid][-1:])
+        return world.allowed(uid)
+
+    for _ in range(20):
+        assert advance(1) >= set(tokens[:2])
+    for _ in range(2000):
+        if advance(0) == {EOS}:
+            break
+    ((uid, why),) = world.constraints.take_failures()
+    assert (uid, "lexer error" in why) == (0, True)
+    for uid in (1, 2):
+        assert (tokens[2] in advance(uid)) == (taken[uid][-9:][:1] == tokens[:1] and len(taken[uid]) > 8)
+    assert world.allowed(0) == {EOS}
+    world.add(prompt(Constraint(grammar(regex="[ab]*a[ab]{8}c")), 3))
+    assert world.uids() == [3]
+    world.advance(*tokens[:1] * 9, tokens[2], uid=3)
+    assert not world.constraints.take_failures()
+
+
 @pytest.mark.parametrize("in_reasoning", [True, False])
 def test_reasoning_is_free_and_the_answer_behind_it_is_not(world: World, in_reasoning: bool) -> None:
     opening, closing = 7, 9
@@ -220,6 +276,11 @@ def test_no_row_waits_for_anothers_grammar(world: World, monkeypatch: pytest.Mon
     assert world.source.receive(block=True) == [abort, Shutdown()]
     go_on.set()
     assert world.uids(block=True) == [1]
+
+
+def test_slices_are_those_of_llguidance_and_more() -> None:
+    slices = iter(compiling.SLICES)
+    assert all(known in slices for known in LLTokenizer.general_slices())  # in their order
 
 
 def test_what_nobody_waits_for_isnt_compiled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
