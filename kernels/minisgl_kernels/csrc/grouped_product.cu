@@ -15,6 +15,7 @@ namespace minisgl {
 constexpr int kLines = 256, kHalf = 160, kDepth = 64;  // of a tile: lines of the weight, rows of a block, depth of a stage
 constexpr int kStages = 4, kProductThreads = 3 * 128;
 constexpr int kWeightBytes = kLines * kDepth * 2, kStageBytes = kWeightBytes + kHalf * kDepth * 2;
+constexpr int kBoxBytes = 8 * kDepth * 2;  // of eight rows
 constexpr int kOutputBytes = 8 << 10;  // that a group of warps writes at a time
 constexpr int kSharedBytes = kStages * (kStageBytes + 2 * sizeof(uint64_t)) + 2 * kOutputBytes;
 
@@ -39,8 +40,9 @@ struct ProductTile {
     half = (num_rows + 15) / 16 * 8;
   }
 
-  __device__ int begin() const { return rank_in_cluster() * half; }
-  __device__ int end() const { return rank_in_cluster() == 0 && half < num_rows ? half : num_rows; }
+  __device__ int begin() const { return rank_in_cluster() == 0 ? 0 : middle(); }
+  __device__ int end() const { return rank_in_cluster() == 0 ? middle() : num_rows; }
+  __device__ int middle() const { return half < num_rows ? half : num_rows; }
 };
 
 // Stage after stage of shared memory, in the same order for those who load and those who multiply. Behind them is what
@@ -72,46 +74,49 @@ __device__ void announce(uint32_t full) {
   if (threadIdx.x % 32 == 0) arrive(full);
 }
 
-// Fills the stages: half of the weight's lines, which both blocks get, and this block's rows.
+// Fills the stages: half of the weight's lines, which both blocks get, and this block's rows. Those of the first product
+// are gathered, 16 bytes by each thread; those of the second one stand together, and one thread asks for eight at a time.
 template <typename T, bool kFirst>
-__device__ void load(const T* x, const CUtensorMap& weight, const Routed& routed, Stages stages, int size_n, int size_k,
-                     int num_columns, int num_tiles) {
-  constexpr int kRows = 16;  // that the threads copy at a time, 16 bytes each
+__device__ void load(const T* x, const CUtensorMap& rows, const CUtensorMap& weight, const Routed& routed, Stages stages,
+                     int size_n, int size_k, int num_columns, int num_tiles) {
+  constexpr int kRows = 16;  // that the threads copy at a time
   const int thread = threadIdx.x % 128, block = rank_in_cluster();
   const int row = thread / 8, chunk = thread % 8;
   const uint32_t place = row * 128 + (chunk ^ row % 8) * 16;
-  uint32_t before = 0;  // the barrier of the stage that isn't announced yet
+  uint32_t before = 0;  // the barrier of the stage whose gathered rows aren't announced yet
   for (int number = blockIdx.x / 2; number < num_tiles; number += gridDim.x / 2) {
     const ProductTile tile(number, num_tiles, num_columns, routed);
-    const int begin = tile.begin(), num_rows = tile.end() - begin;
+    const int begin = tile.begin(), num_rows = tile.end() - begin, num_boxes = (num_rows + 7) / 8;
     const T* sources[kHalf / kRows];
+    if (kFirst) {
+      const int32_t* members = routed.members + int64_t{tile.expert} * routed.member_stride + tile.rank + begin;
 #pragma unroll
-    for (int i = 0; i < kHalf / kRows; ++i) {
-      int64_t source = tile.first_row + begin + i * kRows + row;
-      if (kFirst) {
-        const bool inside = i * kRows + row < num_rows;
-        const int32_t* members = routed.members + int64_t{tile.expert} * routed.member_stride + tile.rank + begin;
-        source = inside ? members[i * kRows + row] : 0;
+      for (int i = 0; i < kHalf / kRows; ++i) {
+        const int64_t source = i * kRows + row < num_rows ? members[i * kRows + row] : 0;
+        sources[i] = x + source * size_k + chunk * kVector;
       }
-      sources[i] = x + source * size_k + chunk * kVector;
     }
+    const int line = tile.expert * size_n + tile.line + block * (kLines / 2);
     for (int k = 0; k < size_k; k += kDepth) {
       wait(stages.empty(), stages.parity ^ 1);
       if (thread == 0) {
-        arrive_and_expect(stages.full(), kWeightBytes);
-        const int line = tile.expert * size_n + tile.line + block * (kLines / 2);
-        copy_tile_to_both(stages.weight() + block * (kWeightBytes / 2), weight, k, line / kGroupLines<kFirst>,
-                          stages.full());
+        arrive_and_expect(stages.full(), kWeightBytes + (kFirst ? 0 : num_boxes * kBoxBytes));
+        copy_lines_to_both(stages.weight() + block * (kWeightBytes / 2), weight, k, line / kGroupLines<kFirst>,
+                           stages.full());
+        for (int i = 0; !kFirst && i < num_boxes; ++i)
+          copy_rows(stages.rows() + i * kBoxBytes, rows, k, tile.first_row + begin + i * 8, stages.full());
       }
-      const bool inside = k + chunk * kVector < size_k;
+      if (kFirst) {
+        const bool inside = k + chunk * kVector < size_k;
 #pragma unroll
-      for (int i = 0; i < kHalf / kRows; ++i)
-        if (i * kRows + row < num_rows)
-          copy_or_zero(stages.rows() + i * kRows * 128 + place, inside ? sources[i] + k : x, inside);
-      end_of_copies();
-      // Those who multiply hear of the rows a stage later, when this one's copies are on their way.
-      if (before != 0) announce<1>(before);
-      before = stages.full();
+        for (int i = 0; i < kHalf / kRows; ++i)
+          if (i * kRows + row < num_rows)
+            copy_or_zero(stages.rows() + i * kRows * 128 + place, inside ? sources[i] + k : x, inside);
+        end_of_copies();
+        // Those who multiply hear of these rows a stage later, when the next one's copies are on their way.
+        if (before != 0) announce<1>(before);
+        before = stages.full();
+      }
       stages.advance();
     }
   }
@@ -206,15 +211,15 @@ __device__ void write(const float (&sums)[2][kHalf / 2], uint32_t shared, T* out
 
 template <typename T, bool kFirst>
 __global__ void __cluster_dims__(2) __launch_bounds__(kProductThreads, 1)
-    grouped_product_kernel(const T* x, const __grid_constant__ CUtensorMap weight, const T* bias, T* out, Routed routed,
-                           int size_n, int size_k, float alpha, float limit) {
+    grouped_product_kernel(const T* x, const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap weight,
+                           const T* bias, T* out, Routed routed, int size_n, int size_k, float alpha, float limit) {
   const uint32_t output = dynamic_tiles() + kStages * kStageBytes;
   Stages stages{dynamic_tiles(), output + 2 * kOutputBytes};
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same in a warp, so that the compiler sees it
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      init_barrier(stages.barriers + i * 16, 1 + 4);          // the weight, and warps that copy rows
-      init_barrier(stages.barriers + i * 16 + 8, 2 * 2 * 4);  // warps that multiply, of both blocks
+      init_barrier(stages.barriers + i * 16, kFirst ? 1 + 4 : 1);  // who says what comes, and warps that gather rows
+      init_barrier(stages.barriers + i * 16 + 8, 2 * 2 * 4);       // warps that multiply, of both blocks
     }
     end_of_barriers();
   }
@@ -223,7 +228,7 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kProductThreads, 1)
   const int num_columns = (size_n + kLines - 1) / kLines, num_tiles = *routed.num_blocks * num_columns;
   if (group == 2) {
     give_registers<56>();
-    load<T, kFirst>(x, weight, routed, stages, size_n, size_k, num_columns, num_tiles);
+    load<T, kFirst>(x, rows, weight, routed, stages, size_n, size_k, num_columns, num_tiles);
   } else {
     take_registers<224>();
     ProductTile tile(blockIdx.x / 2, num_tiles, num_columns, routed);
@@ -249,10 +254,10 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kProductThreads, 1)
 }
 
 #ifndef MINISGL_EMULATE
-// Describes the weight to the tensor memory accelerator: elements of a line, lines with the same part in eight pairs (or
-// eight lines), the two parts, and groups of both.
-template <typename T, bool kFirst>
-CUtensorMap describe_lines(const TensorView& weight) {
+// Describes a tensor, innermost dimension first, and the tiles that are copied of it.
+template <typename T, int kDims>
+CUtensorMap describe(const TensorView& tensor, const cuuint64_t (&sizes)[kDims], const cuuint64_t (&strides)[kDims - 1],
+                     const cuuint32_t (&tile)[kDims]) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -262,17 +267,29 @@ CUtensorMap describe_lines(const TensorView& weight) {
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   CUtensorMap map;
-  constexpr int kGroup = kGroupLines<kFirst>, kParts = kGroup / 8;
-  const cuuint64_t size_k = weight.size(2), line = size_k * sizeof(T);
-  const cuuint64_t num_groups = static_cast<cuuint64_t>(weight.size(0)) * weight.size(1) / kGroup;
-  const cuuint64_t sizes[4] = {size_k, 8, kParts, num_groups}, strides[3] = {kParts * line, line, kGroup * line};
-  const cuuint32_t box[4] = {kDepth, 8, kParts, kLines / 2 / kGroup}, steps[4] = {1, 1, 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
   const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult error = encode(&map, type, 4, data<T>(weight), sizes, strides, box, steps,
+  const CUresult error = encode(&map, type, kDims, data<T>(tensor), sizes, strides, tile, steps,
                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TVM_FFI_ICHECK(error == CUDA_SUCCESS) << "cuTensorMapEncodeTiled: error " << static_cast<int>(error);
   return map;
+}
+
+template <typename T>
+CUtensorMap describe_rows(const TensorView& x) {
+  const cuuint64_t size_k = x.size(1), num_rows = x.size(0);
+  return describe<T, 2>(x, {size_k, num_rows}, {size_k * sizeof(T)}, {kDepth, 8});
+}
+
+// Elements of a line, lines with the same part in eight pairs (or eight lines), the two parts, and groups of both.
+template <typename T, bool kFirst>
+CUtensorMap describe_lines(const TensorView& weight) {
+  constexpr int kGroup = kGroupLines<kFirst>, kParts = kGroup / 8;
+  const cuuint64_t size_k = weight.size(2), line = size_k * sizeof(T);
+  const cuuint64_t num_groups = static_cast<cuuint64_t>(weight.size(0)) * weight.size(1) / kGroup;
+  return describe<T, 4>(weight, {size_k, 8, kParts, num_groups}, {kParts * line, line, kGroup * line},
+                        {kDepth, 8, kParts, kLines / 2 / kGroup});
 }
 
 void grouped_product(int num_processors, TensorView x, TensorView weight, TensorView bias, TensorView out, TensorView members,
@@ -287,8 +304,9 @@ void grouped_product(int num_processors, TensorView x, TensorView weight, Tensor
     using T = decltype(element);
     constexpr bool kFirst = decltype(first)::value;
     launch_with_shared(grouped_product_kernel<T, kFirst>, num_processors / 2 * 2, kProductThreads, kSharedBytes, x.device(),
-                       data<T>(x), describe_lines<T, kFirst>(weight), has_bias ? data<T>(bias) : nullptr, data<T>(out),
-                       routed, size_n, size_k, static_cast<float>(alpha), static_cast<float>(limit));
+                       data<T>(x), describe_rows<T>(x), describe_lines<T, kFirst>(weight),
+                       has_bias ? data<T>(bias) : nullptr, data<T>(out), routed, size_n, size_k,
+                       static_cast<float>(alpha), static_cast<float>(limit));
   };
   with_type(x, [&](auto element) { is_first ? run(element, std::true_type{}) : run(element, std::false_type{}); });
 }

@@ -58,12 +58,20 @@ __device__ inline void meet_cluster() {
 
 // Copies a tile of a tensor of four dimensions, from `first` of its first one and `last` of its last one on, to the same
 // place in both blocks of the cluster. Each block's barrier hears of it.
-__device__ inline void copy_tile_to_both(uint32_t shared, const CUtensorMap& tensor, int first, int last,
-                                         uint32_t barrier) {
+__device__ inline void copy_lines_to_both(uint32_t shared, const CUtensorMap& tensor, int first, int last,
+                                          uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, "
       "%3, %4}], [%5], %6;" ::"r"(shared),
       "l"(&tensor), "r"(first), "r"(0), "r"(last), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+// Copies a tile of a tensor of two dimensions to this block.
+__device__ inline void copy_rows(uint32_t shared, const CUtensorMap& tensor, int first, int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared),
+      "l"(&tensor), "r"(first), "r"(row), "r"(barrier)
       : "memory");
 }
 
