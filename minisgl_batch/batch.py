@@ -181,7 +181,7 @@ class ForwardBatch:
         token_pool: (max_running + 1, max_seq_len + 1) int32.
         sample_tokens: (num_samples + num_scored,) int32; which of the step's tokens give hidden states: those of rows
             that sample, then those that score the prompt's; None: all of them sample.
-        targets: (num_scored,) int32; the tokens that the latter score.
+        targets: (num_scored,) int32; the tokens that the latter score; None where `host.scoring` is.
         attention: what the attention backend's `prepare_metadata` made for its own use.
     """
 
@@ -195,5 +195,5 @@ class ForwardBatch:
     page_table: torch.Tensor
     token_pool: torch.Tensor
     sample_tokens: torch.Tensor | None
-    targets: torch.Tensor
+    targets: torch.Tensor | None
     attention: Any = None

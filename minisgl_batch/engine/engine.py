@@ -195,7 +195,7 @@ class Engine:
         hidden = self._model(forward.input_ids, forward.positions, context)
         (rows,) = self._transfer.upload([batch.samples.nonzero()[0].astype("int32")])
         logits = self._model.logits(hidden[: len(rows)])
-        behind = None if batch.scoring is None else (hidden[len(rows) :], forward.targets)
+        behind = None if forward.targets is None else (hidden[len(rows) :], forward.targets)
         return _Logits(batch, logits, forward.slots[rows], forward.kv_lens[rows], scored=behind)
 
     def _run_graph(self, batch: ScheduledBatch, size: int) -> _Logits:

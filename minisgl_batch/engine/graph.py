@@ -131,7 +131,7 @@ class GraphRunner:
             page_table=tables.page_table,
             token_pool=tables.token_pool,
             sample_tokens=None,
-            targets=buffers.input_ids[:0],
+            targets=None,
             attention=prepared,
         )
         context = ForwardContext(batch, parts.attention, parts.pool)

@@ -121,6 +121,9 @@ class DeviceTables:
             rows = rows.long()
             self.page_table[slots[rows].long(), positions[rows].long() // self._page_size] = pages
         lines, columns = token_slots.long(), positions.long()
+        targets = None
+        if host.scoring is not None:
+            targets = self._behind(token_slots, positions, sample_tokens[len(sample_tokens) - len(scored) :])
         page_of_token = self.page_table[lines, columns // self._page_size]
         return ForwardBatch(
             host=host,
@@ -133,7 +136,7 @@ class DeviceTables:
             page_table=self.page_table,
             token_pool=self.token_pool,
             sample_tokens=None if host.is_decode else sample_tokens,
-            targets=self._behind(token_slots, positions, sample_tokens[len(sample_tokens) - len(scored) :]),
+            targets=targets,
         )
 
     def _behind(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -75,8 +75,11 @@ class PrefixCache(ABC):
         """Give back `num_pages` pages, or all that can be evicted where those are fewer; least recently used first."""
 
     @abstractmethod
-    def path(self, handle: PrefixHandle) -> list[tuple[int, int]]:
-        """The nodes from the root's child to the prefix's end: what each is known by, and the tokens up to its end."""
+    def path(self, handle: PrefixHandle, min_locks: int = 0) -> list[tuple[int, int]]:
+        """The nodes from the root's child to the prefix's end: what each is known by, and the tokens up to its end.
+
+        Without those at the end that have fewer locks.
+        """
 
     @abstractmethod
     def reset(self) -> None:

@@ -33,11 +33,10 @@ class MHAKVCache:
         # On a CPU nothing reads there, and memory that is never touched is never committed.
         allocate = torch.empty if device.type == "cpu" else torch.zeros
         shape = (2, num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
-        self._pool = allocate(shape, dtype=dtype, device=device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._pool.dtype
+        pool = allocate(shape, dtype=dtype, device=device)
+        self.dtype = dtype
+        # Views, made once: eager steps ask for each several times, and the host takes some microseconds to make one.
+        self._k, self._v = (list(half) for half in pool)
 
     @property
     def dummy_page(self) -> int:
@@ -45,11 +44,11 @@ class MHAKVCache:
 
     def k(self, layer: int) -> torch.Tensor:
         """(num_pages + 1, page_size, num_kv_heads, head_dim)."""
-        return self._pool[0, layer]
+        return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
         """(num_pages + 1, page_size, num_kv_heads, head_dim)."""
-        return self._pool[1, layer]
+        return self._v[layer]
 
     @staticmethod
     def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

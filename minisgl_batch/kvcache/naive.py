@@ -37,7 +37,7 @@ class NaiveCache(PrefixCache):
     def evict(self, num_pages: int) -> IntArray:
         return EMPTY_PAGES
 
-    def path(self, handle: PrefixHandle) -> list[tuple[int, int]]:
+    def path(self, handle: PrefixHandle, min_locks: int = 0) -> list[tuple[int, int]]:
         return []
 
     def reset(self) -> None:

@@ -116,10 +116,11 @@ class RadixCache(PrefixCache):
             wanted -= taken
         return _concat(evicted)
 
-    def path(self, handle: PrefixHandle) -> list[tuple[int, int]]:
+    def path(self, handle: PrefixHandle, min_locks: int = 0) -> list[tuple[int, int]]:
         nodes, num_tokens = [], handle.num_tokens
         for node in self._path(handle.node):
-            nodes.append((id(node), num_tokens))
+            if node.lock_count >= min_locks:
+                nodes.append((id(node), num_tokens))
             num_tokens -= len(node.key)
         return nodes[::-1]
 

@@ -177,10 +177,12 @@ class DenseModel(CausalLM):
         kinds = [rotary_emb(positions) for rotary_emb in self.rotary_embs]
         rotations = [kinds[kind] for kind in self._rotation_of_layer]
         residual = None
-        for layer, rotation in zip(self.layers[:-1], rotations[:-1], strict=True):
+        # No slice: that of a ModuleList is a new module, which takes the host longer than a layer.
+        *layers, last_layer = self.layers
+        for layer, rotation in zip(layers, rotations[:-1], strict=True):
             x, residual = layer(x, residual, rotation, ctx)
         # Behind the last layer's attention nothing is needed of tokens that give no logits.
-        x, residual = self.layers[-1](x, residual, rotations[-1], ctx, keep=ctx.batch.sample_tokens)
+        x, residual = last_layer(x, residual, rotations[-1], ctx, keep=ctx.batch.sample_tokens)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 

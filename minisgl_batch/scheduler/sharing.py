@@ -97,7 +97,8 @@ class PrefixSharing:
         return best if costs.is_worth(len(slots), saved, longest) else []
 
     def _path(self, slot: int) -> list[tuple[int, int]]:
+        """The nodes of the row's prefix that other rows lock, too."""
         req = self._table.reqs[slot]
         assert req is not None
         assert req.prefix is not None
-        return self._cache.path(req.prefix)
+        return self._cache.path(req.prefix, min_locks=2)

@@ -112,7 +112,7 @@ class PagedCase:
             page_table=self.page_table,
             token_pool=self.token_pool,
             sample_tokens=empty,
-            targets=empty,
+            targets=None,
         )
 
     def queries(self, num_tokens: int) -> torch.Tensor:

@@ -90,6 +90,14 @@ class Model:
             parent = prefix[: -4 * self.page_size]
             assert not parent or parent in self.pages
 
+    def check_paths(self) -> None:
+        """Of each lock's path, the part that another lock has, too."""
+        for handle, ids in self.locks:
+            path = self.cache.path(handle)
+            num_locks = [sum(other.startswith(ids[: 4 * end]) for _, other in self.locks) for _, end in path]
+            shared = [node for node, num in zip(path, num_locks, strict=True) if num >= 2]
+            assert self.cache.path(handle, min_locks=2) == shared
+
 
 sequences = st.lists(st.integers(0, 1), min_size=0, max_size=20).map(lambda v: ids_of(*v))
 operations = st.one_of(
@@ -124,6 +132,7 @@ def test_cache_agrees_with_a_plain_set_of_prefixes(page_size: int, story: list[t
             model.evict(value)  # type: ignore[arg-type]
         assert model.cache.check_integrity() == []
         assert sorted(model.cache.pages().tolist()) == sorted(model.pages.values())
+        model.check_paths()
 
 
 def test_least_recently_used_prefix_goes_first() -> None:

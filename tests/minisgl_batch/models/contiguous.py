@@ -109,5 +109,5 @@ def _batch(
         page_table=torch.zeros(0, 0, dtype=torch.int32),
         token_pool=torch.zeros(0, 0, dtype=torch.int32),
         sample_tokens=None,
-        targets=torch.zeros(0, dtype=torch.int32),
+        targets=None,
     )
