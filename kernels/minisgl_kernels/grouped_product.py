@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 
 import torch
@@ -69,8 +69,8 @@ def _load(device: torch.device) -> Callable[..., None] | None:
     except (ImportError, OSError, RuntimeError) as error:
         logger.warning("the experts' CUDA C++ kernel can't be built and Triton's runs, which is slower: %s", error)
         return None
-    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return partial(module["grouped_product"], num_processors)
+    run: Callable[..., None] = module["grouped_product"]
+    return run
 
 
 def build() -> str:

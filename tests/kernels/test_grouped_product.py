@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +22,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     """Where `fused_moe` runs the product, for however few rows; on a CPU with the Triton kernels around it."""
     monkeypatch.setattr(module, "_MANY_ROWS", 0)
     if request.param == "emulator":
-        run = partial(emulated(build_emulator(), "grouped_product"), 4)
-        monkeypatch.setattr(grouped_product, "_load", lambda _: run)
+        monkeypatch.setattr(grouped_product, "_load", lambda _: emulated(build_emulator(), "grouped_product"))
         return interpreter(monkeypatch)
     if not grouped_product.can_run(torch.empty(0, dtype=torch.bfloat16, device="cuda")):
         pytest.skip("needs a Hopper GPU, nvcc, ninja and tvm-ffi")

@@ -1,10 +1,10 @@
 // The matrix product of `fused_moe` for many rows per expert. Called through `grouped_product.py`, which describes the
 // arguments.
 //
-// Two blocks of a cluster share each tile of weights, which arrives in both at once, so that less is carried from the L2
-// cache. A cluster takes up to 320 rows of an expert, half of them in each block, by 256 columns. The weight's lines are
-// the rows of the tensor cores' products, and tokens their columns, of which there may be any multiple of 8: little is
-// computed for nothing.
+// Blocks of a cluster share what they load, so that little is carried from the L2 cache, which is what bounds the product.
+// A team of two has the same lines of the weight, each with its half of up to 320 rows of an expert, by 256 columns; a team
+// of four has twice the columns, and the blocks of the same half the same rows. The weight's lines are the rows of the
+// tensor cores' products, and tokens their columns, of which there may be any multiple of 8: little is computed for nothing.
 //
 // Of a block's warps four load, stage by stage, and twice four multiply 128 lines each.
 
@@ -12,7 +12,8 @@
 
 namespace minisgl {
 
-constexpr int kLines = 256, kHalf = 160, kDepth = 64;  // of a tile: lines of the weight, rows of a block, depth of a stage
+constexpr int kLines = 256, kHalf = 160, kDepth = 64;  // of a block: lines of the weight, rows, depth of a stage
+constexpr int kBlocks = 4;  // of a cluster
 constexpr int kStages = 4, kProductThreads = 3 * 128;
 constexpr int kWeightBytes = kLines * kDepth * 2, kStageBytes = kWeightBytes + kHalf * kDepth * 2;
 constexpr int kOutputBytes = 8 << 10;  // that a group of warps writes at a time
@@ -23,11 +24,32 @@ struct Routed {
   int member_stride, block_stride;
 };
 
+// A block's team, which is a cluster or half of one, and its place there: whose lines, and whose rows.
+struct Team {
+  int parts;  // of a tile's lines: 1 or 2
+  int number, num_teams, part, half;
+
+  __device__ explicit Team(int parts) : parts(parts) {
+    const int block = blockIdx.x % (2 * parts);
+    number = blockIdx.x / (2 * parts), num_teams = gridDim.x / (2 * parts);
+    part = block / 2, half = block % 2;
+  }
+  // Sets of blocks of the cluster.
+  __device__ uint32_t same_lines() const { return 3u << (rank_in_cluster() & ~1); }
+  __device__ uint32_t same_rows() const { return parts == 2 ? 5u << half : 1u << rank_in_cluster(); }
+  // The blocks that hear of what this one has read: itself, the one with the same lines, and the one with the same rows.
+  __device__ void tell(uint32_t barrier) const {
+    const int lane = threadIdx.x % 32;
+    if (lane <= parts) arrive_at(barrier, rank_in_cluster() ^ lane);
+  }
+};
+
 struct ProductTile {
   int num_rows, expert, rank, first_row, line;  // num_rows: 0 behind the last tile
+  int begin, end;  // this block's rows of the tile
   int half;  // rows of a block, a multiple of 8; the second one has what is left
 
-  __device__ ProductTile(int number, int num_tiles, int num_columns, const Routed& routed) {
+  __device__ ProductTile(int number, int num_tiles, int num_columns, const Routed& routed, const Team& team) {
     num_rows = 0;
     if (number >= num_tiles) return;
     const int32_t* block = routed.blocks + number / num_columns;
@@ -35,12 +57,11 @@ struct ProductTile {
     expert = block[routed.block_stride];
     rank = block[2 * routed.block_stride];
     first_row = block[3 * routed.block_stride];
-    line = number % num_columns * kLines;
+    line = (number % num_columns * team.parts + team.part) * kLines;
     half = (num_rows + 15) / 16 * 8;
+    begin = team.half * half;
+    end = team.half == 0 && half < num_rows ? half : num_rows;
   }
-
-  __device__ int begin() const { return rank_in_cluster() * half; }
-  __device__ int end() const { return rank_in_cluster() == 0 && half < num_rows ? half : num_rows; }
 };
 
 // Stage after stage of shared memory, in the same order for those who load and those who multiply. Behind them is what
@@ -63,65 +84,45 @@ struct Stages {
 template <bool kFirst>
 constexpr int kGroupLines = kFirst ? 16 : 8;
 
-// The copies of rows are there, but for those of the last `kLeft` stages.
-template <int kLeft>
-__device__ void announce(uint32_t full) {
-  wait_for_copies<kLeft>();
-  show_to_products();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) arrive(full);
-}
+// Rows that stand together, and so are copied at a time: those of the first product are gathered.
+template <bool kFirst>
+constexpr int kBoxRows = kFirst ? 1 : 8;
 
-// Fills the stages: half of the weight's lines, which both blocks get, and this block's rows.
-template <typename T, bool kFirst>
-__device__ void load(const T* x, const CUtensorMap& weight, const Routed& routed, Stages stages, int size_n, int size_k,
-                     int num_columns, int num_tiles) {
-  constexpr int kRows = 16;  // that the threads copy at a time, 16 bytes each
-  const int thread = threadIdx.x % 128, block = rank_in_cluster();
-  const int row = thread / 8, chunk = thread % 8;
-  const uint32_t place = row * 128 + (chunk ^ row % 8) * 16;
-  uint32_t before = 0;  // the barrier of the stage that isn't announced yet
-  for (int number = blockIdx.x / 2; number < num_tiles; number += gridDim.x / 2) {
-    const ProductTile tile(number, num_tiles, num_columns, routed);
-    const int begin = tile.begin(), num_rows = tile.end() - begin;
-    const T* sources[kHalf / kRows];
+// Fills the stages. Of a tile's lines and rows each block asks for the half that the other one, who needs them too, doesn't.
+template <bool kFirst>
+__device__ void load(const CUtensorMap& rows, const CUtensorMap& weight, const Routed& routed, Stages stages,
+                     const Team& team, int size_n, int size_k, int num_columns, int num_tiles) {
+  constexpr int kRows = kBoxRows<kFirst>, kBoxes = kHalf / kRows / 4;  // of each of the four warps, at most
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const auto box = [&](int i) { return (i * 4 + warp) * team.parts + team.part; };
+  for (int number = team.number; number < num_tiles; number += team.num_teams) {
+    const ProductTile tile(number, num_tiles, num_columns, routed, team);
+    const int num_boxes = (tile.end - tile.begin + kRows - 1) / kRows;
+    const int32_t* members = routed.members + int64_t{tile.expert} * routed.member_stride + tile.rank + tile.begin;
+    int sources[(kBoxes + 31) / 32];
 #pragma unroll
-    for (int i = 0; i < kHalf / kRows; ++i) {
-      int64_t source = tile.first_row + begin + i * kRows + row;
-      if (kFirst) {
-        const bool inside = i * kRows + row < num_rows;
-        const int32_t* members = routed.members + int64_t{tile.expert} * routed.member_stride + tile.rank + begin;
-        source = inside ? members[i * kRows + row] : 0;
-      }
-      sources[i] = x + source * size_k + chunk * kVector;
-    }
+    for (int i = lane; i < kBoxes; i += 32)
+      if (box(i) < num_boxes) sources[i / 32] = kFirst ? members[box(i)] : tile.first_row + tile.begin + box(i) * kRows;
+    const int line = tile.expert * size_n + tile.line + team.half * (kLines / 2);
     for (int k = 0; k < size_k; k += kDepth) {
       wait(stages.empty(), stages.parity ^ 1);
-      if (thread == 0) {
-        arrive_and_expect(stages.full(), kWeightBytes);
-        const int line = tile.expert * size_n + tile.line + block * (kLines / 2);
-        copy_tile_to_both(stages.weight() + block * (kWeightBytes / 2), weight, k, line / kGroupLines<kFirst>,
-                          stages.full());
+      if (warp == 0 && lane == 0) {
+        arrive_and_expect(stages.full(), kWeightBytes + num_boxes * kRows * kDepth * 2);
+        copy_lines(stages.weight() + team.half * (kWeightBytes / 2), weight, k, line / kGroupLines<kFirst>, stages.full(),
+                   team.same_lines());
       }
-      const bool inside = k + chunk * kVector < size_k;
 #pragma unroll
-      for (int i = 0; i < kHalf / kRows; ++i)
-        if (i * kRows + row < num_rows)
-          copy_or_zero(stages.rows() + i * kRows * 128 + place, inside ? sources[i] + k : x, inside);
-      end_of_copies();
-      // Those who multiply hear of the rows a stage later, when this one's copies are on their way.
-      if (before != 0) announce<1>(before);
-      before = stages.full();
+      for (int i = lane; i < kBoxes; i += 32)
+        if (box(i) < num_boxes)
+          copy_rows(stages.rows() + box(i) * kRows * 128, rows, k, sources[i / 32], stages.full(), team.same_rows());
       stages.advance();
     }
   }
-  if (before != 0) announce<0>(before);
 }
 
 // The products of a tile, of this group's 128 lines. While those of a stage run, the next ones are given.
 template <typename T, int kColumns>
-__device__ void multiply(float (&sums)[2][kHalf / 2], Stages& stages, int group, int size_k) {
-  const int lane = threadIdx.x % 32;
+__device__ void multiply(float (&sums)[2][kHalf / 2], Stages& stages, const Team& team, int group, int size_k) {
   uint32_t before = 0;  // where to tell that the stage before was read
   for (int k = 0; k < size_k; k += kDepth) {
     wait(stages.full(), stages.parity);
@@ -135,12 +136,12 @@ __device__ void multiply(float (&sums)[2][kHalf / 2], Stages& stages, int group,
     }
     end_products();
     wait_for_products<1>();
-    if (k > 0 && lane < 2) arrive_at(before, lane);
+    if (k > 0) team.tell(before);
     before = stages.empty();
     stages.advance();
   }
   wait_for_products<0>();
-  if (lane < 2) arrive_at(before, lane);
+  team.tell(before);
 }
 
 __device__ inline float activate(float gate, float up, float alpha, float limit) {
@@ -205,54 +206,61 @@ __device__ void write(const float (&sums)[2][kHalf / 2], uint32_t shared, T* out
 }
 
 template <typename T, bool kFirst>
-__global__ void __cluster_dims__(2) __launch_bounds__(kProductThreads, 1)
-    grouped_product_kernel(const T* x, const __grid_constant__ CUtensorMap weight, const T* bias, T* out, Routed routed,
-                           int size_n, int size_k, float alpha, float limit) {
+__global__ void __cluster_dims__(kBlocks) __launch_bounds__(kProductThreads, 1)
+    grouped_product_kernel(const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap weight,
+                           const T* bias, T* out, Routed routed, int parts, int size_n, int size_k, float alpha,
+                           float limit) {
+  const Team team(parts);
   const uint32_t output = dynamic_tiles() + kStages * kStageBytes;
   Stages stages{dynamic_tiles(), output + 2 * kOutputBytes};
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // the same in a warp, so that the compiler sees it
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      init_barrier(stages.barriers + i * 16, 1 + 4);          // the weight, and warps that copy rows
-      init_barrier(stages.barriers + i * 16 + 8, 2 * 2 * 4);  // warps that multiply, of both blocks
+      init_barrier(stages.barriers + i * 16, 1);  // who says what comes
+      init_barrier(stages.barriers + i * 16 + 8, (1 + parts) * 2 * 4);  // warps that multiply, of all that share
     }
     end_of_barriers();
   }
   meet_cluster();
   wait_for_inputs();
-  const int num_columns = (size_n + kLines - 1) / kLines, num_tiles = *routed.num_blocks * num_columns;
+  const int num_columns = (size_n + parts * kLines - 1) / (parts * kLines), num_tiles = *routed.num_blocks * num_columns;
   if (group == 2) {
-    give_registers<56>();
-    load<T, kFirst>(x, weight, routed, stages, size_n, size_k, num_columns, num_tiles);
+    give_registers<40>();
+    load<kFirst>(rows, weight, routed, stages, team, size_n, size_k, num_columns, num_tiles);
   } else {
-    take_registers<224>();
-    ProductTile tile(blockIdx.x / 2, num_tiles, num_columns, routed);
-    for (int number = blockIdx.x / 2; number < num_tiles; number += gridDim.x / 2) {
-      const ProductTile next(number + gridDim.x / 2, num_tiles, num_columns, routed);
+    take_registers<232>();
+    ProductTile tile(team.number, num_tiles, num_columns, routed, team);
+    for (int number = team.number; number < num_tiles; number += team.num_teams) {
+      const ProductTile next(number + team.num_teams, num_tiles, num_columns, routed, team);
       float sums[2][kHalf / 2];
       switch (tile.half / 8) {
 #define CASE(n) \
-  case n: multiply<T, 8 * n>(sums, stages, group, size_k); break;
+  case n: multiply<T, 8 * n>(sums, stages, team, group, size_k); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10)
         CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20)
 #undef CASE
       }
-      const int begin = tile.begin(), num_rows = tile.end() - begin;
       write<T, kFirst>(sums, output + group * kOutputBytes, out,
-                       bias == nullptr ? nullptr : bias + int64_t{tile.expert} * size_n, tile.first_row + begin, num_rows,
-                       tile.line + group * 128, size_n, alpha, limit);
+                       bias == nullptr ? nullptr : bias + int64_t{tile.expert} * size_n, tile.first_row + tile.begin,
+                       tile.end - tile.begin, tile.line + group * 128, size_n, alpha, limit);
       tile = next;
     }
   }
   __syncwarp();
-  meet_cluster();  // the other block may still copy to this one's memory, and arrive at its barriers
+  meet_cluster();  // others may still copy to this block's memory, and arrive at its barriers
+}
+
+// Parts of a team's lines: two, if not many of the second ones would be behind the last line.
+inline int num_parts(int size_n) {
+  const int num_tiles = (size_n + kLines - 1) / kLines;
+  return num_tiles % 2 == 0 || num_tiles > 16 ? 2 : 1;
 }
 
 #ifndef MINISGL_EMULATE
-// Describes the weight to the tensor memory accelerator: elements of a line, lines with the same part in eight pairs (or
-// eight lines), the two parts, and groups of both.
-template <typename T, bool kFirst>
-CUtensorMap describe_lines(const TensorView& weight) {
+// Describes a tensor to the tensor memory accelerator, innermost dimension first.
+template <typename T, int kDims>
+CUtensorMap describe(const TensorView& tensor, const cuuint64_t (&sizes)[kDims], const cuuint64_t (&strides)[kDims - 1],
+                     const cuuint32_t (&box)[kDims]) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -262,20 +270,50 @@ CUtensorMap describe_lines(const TensorView& weight) {
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   CUtensorMap map;
-  constexpr int kGroup = kGroupLines<kFirst>, kParts = kGroup / 8;
-  const cuuint64_t size_k = weight.size(2), line = size_k * sizeof(T);
-  const cuuint64_t num_groups = static_cast<cuuint64_t>(weight.size(0)) * weight.size(1) / kGroup;
-  const cuuint64_t sizes[4] = {size_k, 8, kParts, num_groups}, strides[3] = {kParts * line, line, kGroup * line};
-  const cuuint32_t box[4] = {kDepth, 8, kParts, kLines / 2 / kGroup}, steps[4] = {1, 1, 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
   const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult error = encode(&map, type, 4, data<T>(weight), sizes, strides, box, steps,
+  const CUresult error = encode(&map, type, kDims, data<T>(tensor), sizes, strides, box, steps,
                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TVM_FFI_ICHECK(error == CUDA_SUCCESS) << "cuTensorMapEncodeTiled: error " << static_cast<int>(error);
   return map;
 }
 
-void grouped_product(int num_processors, TensorView x, TensorView weight, TensorView bias, TensorView out, TensorView members,
+template <typename T, bool kFirst>
+CUtensorMap describe_rows(const TensorView& x) {
+  const cuuint64_t size_k = x.size(1), num_rows = x.size(0);
+  return describe<T, 2>(x, {size_k, num_rows}, {size_k * sizeof(T)}, {kDepth, kBoxRows<kFirst>});
+}
+
+// Elements of a line, lines with the same part in eight pairs (or eight lines), the two parts, and groups of both.
+template <typename T, bool kFirst>
+CUtensorMap describe_lines(const TensorView& weight) {
+  constexpr int kGroup = kGroupLines<kFirst>, kOfPair = kGroup / 8;
+  const cuuint64_t size_k = weight.size(2), line = size_k * sizeof(T);
+  const cuuint64_t num_groups = static_cast<cuuint64_t>(weight.size(0)) * weight.size(1) / kGroup;
+  return describe<T, 4>(weight, {size_k, 8, kOfPair, num_groups}, {kOfPair * line, line, kGroup * line},
+                        {kDepth, 8, kOfPair, kLines / 2 / kGroup});
+}
+
+// How many clusters run at a time: where a GPU's groups of processors aren't multiples of a cluster, not all do.
+template <typename T, bool kFirst>
+int num_clusters() {
+  static const int num = [] {
+    const auto kernel = grouped_product_kernel<T, kFirst>;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(kBlocks);
+    config.blockDim = dim3(kProductThreads);
+    config.dynamicSmemBytes = kSharedBytes;
+    int found = 0;
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&found, kernel, &config);
+    TVM_FFI_ICHECK(error == cudaSuccess && found > 0) << "clusters don't run here: " << cudaGetErrorString(error);
+    return found;
+  }();
+  return num;
+}
+
+void grouped_product(TensorView x, TensorView weight, TensorView bias, TensorView out, TensorView members,
                      TensorView blocks, TensorView num_blocks, bool is_first, bool has_bias, double alpha,
                      double limit) {
   const auto integers = [](const TensorView& x) { return static_cast<const int32_t*>(x.data_ptr()); };
@@ -286,9 +324,10 @@ void grouped_product(int num_processors, TensorView x, TensorView weight, Tensor
   const auto run = [&](auto element, auto first) {
     using T = decltype(element);
     constexpr bool kFirst = decltype(first)::value;
-    launch_with_shared(grouped_product_kernel<T, kFirst>, num_processors / 2 * 2, kProductThreads, kSharedBytes, x.device(),
-                       data<T>(x), describe_lines<T, kFirst>(weight), has_bias ? data<T>(bias) : nullptr, data<T>(out),
-                       routed, size_n, size_k, static_cast<float>(alpha), static_cast<float>(limit));
+    launch_with_shared(grouped_product_kernel<T, kFirst>, num_clusters<T, kFirst>() * kBlocks, kProductThreads,
+                       kSharedBytes, x.device(), describe_rows<T, kFirst>(x), describe_lines<T, kFirst>(weight),
+                       has_bias ? data<T>(bias) : nullptr, data<T>(out), routed, num_parts(size_n), size_n, size_k,
+                       static_cast<float>(alpha), static_cast<float>(limit));
   };
   with_type(x, [&](auto element) { is_first ? run(element, std::true_type{}) : run(element, std::false_type{}); });
 }

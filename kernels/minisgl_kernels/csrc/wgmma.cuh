@@ -1,4 +1,4 @@
-// What groups of four warps and clusters of two blocks do on Hopper: products of matrices in shared memory, copies of
+// What groups of four warps and clusters of blocks do on Hopper: products of matrices in shared memory, copies of
 // tiles by the tensor memory accelerator, and the barriers that both go by. See the PTX manual, "Asynchronous Warpgroup
 // Level Matrix Instructions" and "mbarrier".
 
@@ -24,9 +24,6 @@ __device__ inline void init_barrier(uint32_t barrier, int arrivals) {
 }
 __device__ inline void arrive_and_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ inline void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // At the same barrier of a block of the cluster. It says that products have read; of writes, which would take long to
 // reach the other block, it says nothing.
@@ -56,21 +53,23 @@ __device__ inline void meet_cluster() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Copies a tile of a tensor of four dimensions, from `first` of its first one and `last` of its last one on, to the same
-// place in both blocks of the cluster. Each block's barrier hears of it.
-__device__ inline void copy_tile_to_both(uint32_t shared, const CUtensorMap& tensor, int first, int last,
-                                         uint32_t barrier) {
+// Copies a tile of a tensor to the same place in a set of the cluster's blocks, of which each one's barrier hears. Of four
+// dimensions, the tile has all of the inner two and begins at `first` of its first one and `last` of its last one.
+__device__ inline void copy_lines(uint32_t shared, const CUtensorMap& tensor, int first, int last, uint32_t barrier,
+                                  uint32_t blocks) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, "
       "%3, %4}], [%5], %6;" ::"r"(shared),
-      "l"(&tensor), "r"(first), "r"(0), "r"(last), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      "l"(&tensor), "r"(first), "r"(0), "r"(last), "r"(barrier), "h"(static_cast<uint16_t>(blocks))
       : "memory");
 }
-
-// 16 bytes from global memory, or zeros.
-__device__ inline void copy_or_zero(uint32_t shared, const void* global, bool inside) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(inside ? 16 : 0)
-               : "memory");
+__device__ inline void copy_rows(uint32_t shared, const CUtensorMap& tensor, int first, int row, uint32_t barrier,
+                                 uint32_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(shared),
+      "l"(&tensor), "r"(first), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(blocks))
+      : "memory");
 }
 
 // Registers of each thread of this group of warps from here on, fewer or more than it began with.
@@ -82,9 +81,6 @@ template <int kRegisters>
 __device__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-
-// What this thread wrote to shared memory, products that hear of it can read.
-__device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The four warps of a group, which is one of those that multiply.
 __device__ inline void meet_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }

@@ -24,7 +24,6 @@ inline uint32_t dynamic_tiles() { return 0; }
 inline int rank_in_cluster() { return emulate::block->current / blockDim.x; }
 inline void meet_cluster() { emulate::meet(emulate::block->all); }
 inline void end_of_barriers() {}
-inline void show_to_products() {}
 template <int kRegisters>
 void give_registers() {}
 template <int kRegisters>
@@ -53,36 +52,45 @@ inline void arrive_and_expect(uint32_t barrier, int bytes) {
   phases(barrier, rank_in_cluster()).bytes += bytes;
   arrive_at(barrier, rank_in_cluster());
 }
-inline void copy_or_zero(uint32_t shared, const void* global, bool inside) {
-  static const uint4 zeros = {};
-  copy_async(emulate::shared_of(rank_in_cluster()) + shared, inside ? global : &zeros);
-}
-inline void arrive(uint32_t barrier) { arrive_at(barrier, rank_in_cluster()); }
 inline void wait(uint32_t barrier, int parity) {
   while (phases(barrier, rank_in_cluster()).number % 2 == parity) emulate::yield();
 }
 
-// A tensor's address, elements of a line, lines, and lines of a group, which come part by part.
+// A tensor's address, elements of a line, lines, and lines of a group, which come part by part, or of a box of rows.
 inline CUtensorMap tensor_map(const void* data, int64_t columns, int64_t lines, int64_t group_lines) {
   return CUtensorMap{{reinterpret_cast<uint64_t>(data), static_cast<uint64_t>(columns), static_cast<uint64_t>(lines),
                       static_cast<uint64_t>(group_lines)}};
 }
-inline void copy_tile_to_both(uint32_t shared, const CUtensorMap& tensor, int column, int group, uint32_t barrier) {
-  constexpr int kTileLines = 128;
+// Line i of the tile is line `line_of(i)` of the tensor.
+template <typename LineOf>
+void copy_tile(uint32_t shared, const CUtensorMap& tensor, int column, int tile_lines, uint32_t barrier, uint32_t blocks,
+               LineOf line_of) {
   const auto* data = reinterpret_cast<const uint16_t*>(tensor.opaque[0]);
-  const int64_t columns = tensor.opaque[1], lines = tensor.opaque[2], group_lines = tensor.opaque[3];
-  for (int block = 0; block < 2; ++block) {
-    for (int i = 0; i < kTileLines; ++i) {
-      const int64_t inner = i % group_lines, parts = group_lines / 8;
-      const int64_t line = (group + i / group_lines) * group_lines + inner % 8 * parts + inner / 8;
+  const int64_t columns = tensor.opaque[1], lines = tensor.opaque[2];
+  for (int block = 0; block < 32; ++block) {
+    if (!(blocks >> block & 1)) continue;
+    for (int i = 0; i < tile_lines; ++i) {
       for (int j = 0; j < 64; ++j) {
-        const uint16_t bits = line < lines && column + j < columns ? data[line * columns + column + j] : 0;
+        const bool inside = line_of(i) < lines && column + j < columns;
+        const uint16_t bits = inside ? data[line_of(i) * columns + column + j] : 0;
         std::memcpy(element_at(shared + i * 128 + j * 2, block), &bits, 2);
       }
     }
-    phases(barrier, block).bytes -= kTileLines * 128;
+    phases(barrier, block).bytes -= tile_lines * 128;
     phases(barrier, block).check();
   }
+}
+inline void copy_lines(uint32_t shared, const CUtensorMap& tensor, int column, int group, uint32_t barrier,
+                       uint32_t blocks) {
+  const int64_t group_lines = tensor.opaque[3], parts = group_lines / 8;
+  copy_tile(shared, tensor, column, 128, barrier, blocks, [&](int i) {
+    const int64_t inner = i % group_lines;
+    return (group + i / group_lines) * group_lines + inner % 8 * parts + inner / 8;
+  });
+}
+inline void copy_rows(uint32_t shared, const CUtensorMap& tensor, int column, int row, uint32_t barrier,
+                      uint32_t blocks) {
+  copy_tile(shared, tensor, column, tensor.opaque[3], barrier, blocks, [&](int i) { return int64_t{row} + i; });
 }
 
 inline std::map<int, emulate::Barrier> all_groups;

@@ -146,18 +146,20 @@ extern "C" void emulate_one_shot_add_rms_norm(const T* x, Sizes x_sizes, T* resi
                   static_cast<int64_t>(part_bytes), static_cast<int64_t>(offset), static_cast<int>(rank), aborted);
 }
 
-extern "C" void emulate_grouped_product(double num_processors, const T* x, Sizes, const T* weight, Sizes weight_sizes,
-                                        const T* bias, Sizes, T* out, Sizes, const int32_t* members,
-                                        Sizes member_sizes, const int32_t* blocks, Sizes block_sizes,
-                                        const int32_t* num_blocks, Sizes, bool is_first, bool has_bias, double alpha,
-                                        double limit) {
+extern "C" void emulate_grouped_product(const T* x, Sizes x_sizes, const T* weight, Sizes weight_sizes, const T* bias,
+                                        Sizes, T* out, Sizes, const int32_t* members, Sizes member_sizes,
+                                        const int32_t* blocks, Sizes block_sizes, const int32_t* num_blocks, Sizes,
+                                        bool is_first, bool has_bias, double alpha, double limit) {
   const int num_experts = weight_sizes[0], size_n = weight_sizes[1], size_k = weight_sizes[2];
   const Routed routed{members, blocks, num_blocks, static_cast<int>(member_sizes[kStrides]),
                       static_cast<int>(block_sizes[kStrides])};
-  const auto kernel = is_first ? grouped_product_kernel<T, true> : grouped_product_kernel<T, false>;
-  emulate::launch_clusters(2, kernel, static_cast<int>(num_processors) / 2 * 2, kProductThreads, kSharedBytes, x,
-                           tensor_map(weight, size_k, int64_t{num_experts} * size_n,
-                                      is_first ? kGroupLines<true> : kGroupLines<false>),
-                           has_bias ? bias : nullptr, out, routed, size_n, size_k, static_cast<float>(alpha),
-                           static_cast<float>(limit));
+  const auto run = [&](auto first) {
+    constexpr bool kFirst = decltype(first)::value;
+    emulate::launch_clusters(kBlocks, grouped_product_kernel<T, kFirst>, 2 * kBlocks, kProductThreads, kSharedBytes,
+                             tensor_map(x, size_k, x_sizes[0], kBoxRows<kFirst>),
+                             tensor_map(weight, size_k, int64_t{num_experts} * size_n, kGroupLines<kFirst>),
+                             has_bias ? bias : nullptr, out, routed, num_parts(size_n), size_n, size_k,
+                             static_cast<float>(alpha), static_cast<float>(limit));
+  };
+  is_first ? run(std::true_type{}) : run(std::false_type{});
 }
