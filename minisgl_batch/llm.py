@@ -36,13 +36,11 @@ from minisgl_batch.prompts import Prompts, as_chats, as_prompts
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
 from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
-    ChatOptions,
     ModelTokenizer,
     OutputEvents,
     OutputProcessor,
     PromptInput,
-    check_constraint,
-    resolve_request,
+    resolve_requests,
 )
 from minisgl_batch.words import count
 
@@ -270,23 +268,20 @@ class LLM:
         self._check_open()
         layers = _layers(params, len(inputs))
         call = Call(inputs, self.tokenizer)
-        encoded = self.tokenizer.encode_inputs(inputs, options=[ChatOptions.of(layer) for layer in layers])
-        for index, (prompt, ids, layer) in enumerate(zip(inputs, encoded, layers, strict=True)):
-            try:
-                if isinstance(ids, RequestError):
-                    raise ids
-                resolved = resolve_request(
-                    self.tokenizer,
-                    ids,
-                    layer,
-                    max_len=self.max_seq_len,
-                    job_seed=self._seed,
-                    row_index=self._num_prompts + index,
-                    prompt=prompt,
-                )
-                check_constraint(resolved.constraint, self._grammar_check)
-            except RequestError as error:
-                raise RequestError(error.error_type, f"prompt {index}: {error}") from error
+        requests = resolve_requests(
+            self.tokenizer,
+            inputs,
+            layers,
+            range(self._num_prompts, self._num_prompts + len(inputs)),
+            defaults=SamplingParams(),
+            max_len=self.max_seq_len,
+            job_seed=self._seed,
+            check=self._grammar_check,
+        )
+        for index, resolved in enumerate(requests):
+            if isinstance(resolved, RequestError):
+                self._outputs.abort(call.uids())  # nobody waits for the prompts before it
+                raise RequestError(resolved.error_type, f"prompt {index}: {resolved}") from resolved
             message = resolved.message(self._next_uid)
             call.add(message, self._outputs.add_prompt(message, resolved), resolved.prompt_ids.tolist())
             self._next_uid += len(message.requests)

@@ -5,11 +5,16 @@ Knows nothing of engines.
 
 from __future__ import annotations
 
+import logging
+
 from minisgl_batch.errors import RequestError
 from minisgl_batch.messages import NewPrompt
 from minisgl_batch.outputs import CompletionOutput, RequestOutput
 from minisgl_batch.scheduler.constraints import FAILED
+from minisgl_batch.scheduler.overflow import OVERFLOWED
 from minisgl_batch.tokenizer import Logprob, ModelTokenizer, PromptInput, SampleOutput
+
+logger = logging.getLogger(__name__)
 
 
 class Call:
@@ -22,6 +27,7 @@ class Call:
         self._owners: dict[int, tuple[int, int]] = {}
         self._samples: list[dict[int, SampleOutput]] = []
         self.messages: list[NewPrompt] = []
+        self._has_warned = False
 
     def add(self, message: NewPrompt, uids: list[int], prompt_ids: list[int]) -> None:
         """Take a prompt; `uids` are those of its samples."""
@@ -42,8 +48,12 @@ class Call:
     def keep(self, sample: SampleOutput) -> int:
         """Take a finished sample, and say which of its prompt's it is."""
         prompt_index, sample_index = self.owner(sample.uid)
-        if (error := sample.error) is not None and error.error_type != FAILED:
-            raise RequestError(error.error_type, f"prompt {prompt_index}: {error}")
+        if (error := sample.error) is not None:
+            if error.error_type not in (FAILED, OVERFLOWED):
+                raise RequestError(error.error_type, f"prompt {prompt_index}: {error}")
+            if error.error_type == OVERFLOWED and not self._has_warned:
+                logger.warning("prompt %d: %s; there may be more of them: see finish_reason", prompt_index, error)
+                self._has_warned = True
         self._samples[prompt_index][sample_index] = sample
         return sample_index
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -76,6 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         epoch: 0, and one more for each retry.
         num_ok, num_errors: rows by outcome.
         num_cut: texts that ended for their length, by `max_tokens` or the context.
+        num_by_error_type: results with an error, by its type; a row with several samples may have as many.
         prompt_tokens, cached_tokens, completion_tokens: of all results; cached ones are among the prompts'.
         finished_at: when the last part was there.
         chat: as in `JobSpec`.
@@ -96,6 +98,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     num_ok: int
     num_errors: int
     num_cut: int = 0
+    num_by_error_type: dict[str, int] = {}
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -145,6 +148,7 @@ def make_manifest(
         num_ok=num_ok,
         num_errors=num_errors,
         num_cut=sum(part.info.num_cut for part in parts),
+        num_by_error_type=sum((Counter(part.info.num_by_error_type) for part in parts), Counter()),
         **{name: sum(getattr(part.info, name) for part in parts) for name in TOKEN_COUNTS},
         seed=spec.seed,
         sampling=spec.params,

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -50,6 +51,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_rows: result rows in the part.
         num_failed: input rows with an error among them.
         num_cut: result rows that ended for their length.
+        num_by_error_type: result rows with an error, by its type.
         is_whole: whether all rows of the chunk are there, as they are not where a job was canceled.
         prompt_tokens, cached_tokens, completion_tokens: of all of them together.
         engines: what has generated its rows: one, or more where an engine went on with what another one had begun.
@@ -63,6 +65,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
     num_failed: int = 0
     num_cut: int = 0
+    num_by_error_type: dict[str, int] = {}
     is_whole: bool = True
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -123,11 +126,7 @@ def write_part(
     if info.num_rows != table.num_rows:
         raise ValueError(f"part {info.chunk} says {info.num_rows} rows and holds {table.num_rows}")
     path = folder / pending_name(info.chunk, info.epoch, token)
-    info = msgspec.structs.replace(info, **{name: pc.sum(table[name]).as_py() or 0 for name in TOKEN_COUNTS})
-    failed = table.filter(pc.equal(table["status"], "error"))["row_index"]
-    num_cut = pc.sum(pc.equal(table["finish_reason"], "length")).as_py() or 0
-    info = msgspec.structs.replace(info, num_failed=pc.count_distinct(failed).as_py(), num_cut=num_cut)
-    described = table.replace_schema_metadata({_METADATA_KEY: msgspec.json.encode(info)})
+    described = table.replace_schema_metadata({_METADATA_KEY: msgspec.json.encode(_counted(info, table))})
     with _writing(path, table.nbytes):
         make_folder(folder)
         sink = pa.BufferOutputStream()
@@ -136,6 +135,18 @@ def write_part(
             roots.check_writing(folder)
         write_whole(path, sink.getvalue())
     return path
+
+
+def _counted(info: PartInfo, table: pa.Table) -> PartInfo:
+    """With the counts that the table gives."""
+    failed = table.filter(pc.equal(table["status"], "error"))
+    return msgspec.structs.replace(
+        info,
+        num_failed=pc.count_distinct(failed["row_index"]).as_py(),
+        num_cut=pc.sum(pc.equal(table["finish_reason"], "length")).as_py() or 0,
+        num_by_error_type=Counter(failed["error_type"].to_pylist()),
+        **{name: pc.sum(table[name]).as_py() or 0 for name in TOKEN_COUNTS},
+    )
 
 
 def commit_part(folder: Place, chunk: int, epoch: int, token: str, *, roots: AllowedRoots | None = None) -> Place:

@@ -8,7 +8,7 @@ Called by submissions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ class Resumption:
     Attributes:
         epoch: for the parts that it will write.
         done: chunk whose part is there and stays as it is -> its rows that have failed.
-        num_failed: rows that have failed, in the parts of all whole chunks.
+        num_failed, error_types: rows that have failed, in the parts of all whole chunks, and how.
         num_rows: rows that aren't generated again, those of unfinished chunks (about, with several samples a row)
             included.
         is_complete: whether nothing is left to do: all parts and `_SUCCESS` are there.
@@ -85,6 +85,7 @@ class Resumption:
     epoch: int
     done: Mapping[int, int]
     num_failed: int = 0
+    error_types: Collection[str] = ()
     num_rows: int = 0
     is_complete: bool = False
     engines: Sequence[EngineInfo] = ()
@@ -155,6 +156,7 @@ def resume(
         epoch,
         done,
         num_failed=sum(info.num_failed for info in whole),
+        error_types={name for info in whole for name in info.num_by_error_type},
         num_rows=sum(_num_ok(info, spec) for info in ours) + sum(done.values()),
         is_complete=earlier.is_complete and len(done) == spec.num_chunks,
         engines=distinct(engine for info in kept for engine in info.engines),

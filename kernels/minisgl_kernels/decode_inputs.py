@@ -55,7 +55,7 @@ def decode_inputs(
         kv_lens: (num_rows,) int32, at least 1; tokens of the row with the one that this step computes.
         new_pages: (num_rows,) int32; the page that starts with this step's token, or -1.
         page_table: (num_lines, max_pages) int32, contiguous; changed in place.
-        token_pool: (num_lines, width) int32, contiguous.
+        token_pool: (num_lines, width) int32, contiguous. A token of -1, which a row that fails has, is read as 0.
         page_size: tokens per page.
         inputs, lists: filled in place.
     """
@@ -113,7 +113,7 @@ def _kernel(
         tl.store(line + last, new_page)
     else:
         page = tl.load(line + last)
-    tl.store(input_ids + row, tl.load(token_pool + slot * token_stride + position))
+    tl.store(input_ids + row, tl.maximum(tl.load(token_pool + slot * token_stride + position), 0))
     tl.store(positions + row, position)
     tl.store(out_loc + row, page * page_size + position % page_size)
     if has_lists:

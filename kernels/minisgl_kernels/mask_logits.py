@@ -72,5 +72,7 @@ def _kernel(
         known = inside & (token < num_words * 32)
         word = tl.load(masks + line.to(tl.int64) * num_words + token // 32, mask=known, other=0)
         allowed = (word >> (token % 32)) & 1
-        logit = tl.where(allowed != 0, tl.maximum(logit.to(tl.float32), floor), float("-inf")).to(logit.dtype)
+        # What overflowed stays as it is, for the sampler to see.
+        raised = tl.maximum(logit.to(tl.float32), floor, propagate_nan=tl.PropagateNan.ALL)
+        logit = tl.where(allowed != 0, raised, float("-inf")).to(logit.dtype)
     tl.store(out + row.to(tl.int64) * size + column, logit, mask=inside)

@@ -164,7 +164,7 @@ def decode_inputs(
     column, offset = position // page_size, position % page_size
     grows = new_pages >= 0
     page_table[lines[grows], column[grows]] = new_pages[grows]
-    input_ids.copy_(token_pool[lines, position])
+    input_ids.copy_(token_pool[lines, position].clamp_min_(0))
     positions.copy_(position)
     out_loc.copy_(page_table[lines, column] * page_size + offset)
     if lists is not None:

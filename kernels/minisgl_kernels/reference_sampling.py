@@ -143,27 +143,27 @@ def mask_logits(logits: torch.Tensor, masks: torch.Tensor, lines: torch.Tensor, 
 
 def sample_gumbel(logits: torch.Tensor, rows: SamplingRows, vocab_start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """The twin of `minisgl_kernels.sample_gumbel`."""
-    best, columns = logits.max(dim=-1)
+    best, columns = logits.max(dim=-1)  # NaN where there is one
     best = best.float()
     drawn, temperature, keys = _drawn_rows(rows)
     if len(drawn):
         ids = torch.arange(vocab_start, vocab_start + logits.shape[1], dtype=torch.int32, device=logits.device)
         scores = logits[drawn].float().div_(temperature).add_(gumbel_noise(keys, ids))
         best[drawn], columns[drawn] = scores.max(dim=-1)
-    return best, columns.int() + vocab_start
+    return best, (columns.int() + vocab_start).masked_fill_(~best.isfinite(), -1)
 
 
 def sample_filtered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """The twin of `minisgl_kernels.sample_filtered`."""
-    tokens = logits.argmax(dim=-1)
+    best, tokens = logits.max(dim=-1)  # NaN where there is one
     drawn, temperature, keys = _drawn_rows(rows)
     if len(drawn):
         slots = rows.slots[drawn].long()
         scaled = logits[drawn].float().div_(temperature)
         values, ids = filter_logits(scaled, rows.top_k[slots], rows.top_p[slots], rows.min_p[slots])
-        best = values.add_(gumbel_noise(keys, ids.int())).argmax(dim=-1, keepdim=True)
-        tokens[drawn] = ids.gather(1, best).squeeze(1)
-    return tokens.int()
+        place = values.add_(gumbel_noise(keys, ids.int())).argmax(dim=-1, keepdim=True)
+        tokens[drawn] = ids.gather(1, place).squeeze(1)
+    return tokens.int().masked_fill_(~best.isfinite(), -1)
 
 
 def _drawn_rows(rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -35,7 +35,7 @@ def sample_filtered(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         rows: which slots the rows are, and their sampling values.
 
     Returns:
-        (num_rows,) int32.
+        (num_rows,) int32; -1 as by `sample_gumbel`.
     """
     if not support.runs_kernels(logits):
         return reference_sampling.sample_filtered(logits, rows)
@@ -91,11 +91,11 @@ def _kernel(
     temperature = tl.load(temperatures + slot)
     top_k, top_p, min_p = tl.load(top_ks + slot), tl.load(top_ps + slot), tl.load(min_ps + slot)
     limits_k = (top_k > 0) & (top_k < size)
-    if (temperature > 0.0) & (limits_k | (top_p < 1.0) | (min_p > 0.0)):
+    token = tl.load(tokens + row)
+    if (token >= 0) & (temperature > 0.0) & (limits_k | (top_p < 1.0) | (min_p > 0.0)):
         row_logits = logits + row.to(tl.int64) * row_stride
         scale = 1.4426950408889634 / temperature
         top_k = tl.where(limits_k, top_k, size)
-        token = tl.load(tokens + row)
         value = tl.load(row_logits + token).to(tl.float32)
         # Weights are relative to the drawn token's here, because the best one isn't known yet. None overflows: a token
         # that is so much better would have been drawn.
@@ -128,7 +128,7 @@ def _kernel(
                 max_blocks,
                 num_lanes,
             )
-            found = score > float("-inf")  # else the row holds a NaN
+            found = score > float("-inf")  # else all scores overflow, by a small temperature
             token = tl.where(found, column, token)
             value = tl.load(row_logits + token).to(tl.float32)
             count, mass, _, _, _ = _scan(row_logits, size, value, token, peak, scale, num_blocks, num_lanes)

@@ -25,8 +25,8 @@ def sample_gumbel(logits: torch.Tensor, rows: SamplingRows, vocab_start: int = 0
     """The best token of each row: of logit / temperature + noise, or of the logit where the temperature is 0.
 
     Scores depend on the token's id, not on where its logit stands, so ranks that hold parts of the vocabulary can
-    compare theirs. Ties go to the lower id. A row of nothing but -inf gives `vocab_start`; one with a NaN gives some
-    token. Reads the logits once, greedy rows partly twice (from a cache).
+    compare theirs. Ties go to the lower id. A row with a NaN or infinity has this for a score and -1 for an id, and so
+    has one of nothing but -inf. Reads the logits once, greedy rows partly twice (from a cache).
 
     Args:
         logits: (num_rows, size), each row contiguous; any float dtype.
@@ -119,17 +119,17 @@ def _split_kernel(
     start_states = (starts + vocab_start).to(tl.uint32) * multiplier + increment
     states = start_states[:, None] + (lanes.to(tl.uint32) * multiplier)[None, :]
     floor = log2_floor(noise_bits(states))
-    bounds = tl.max(values - floor * (temperature * (ln2 * 2.0**-23)), axis=0)
-    bound = tl.max(bounds, axis=0)
+    bounds = tl.reduce(values - floor * (temperature * (ln2 * 2.0**-23)), 0, _max)
+    bound = tl.reduce(bounds, 0, _max)
 
     nothing = float("-inf")
-    if (temperature == 0.0) | (bound == float("inf")):
+    is_finite = tl.abs(bound) < float("inf")
+    best, winner = bound, 0
+    if is_finite & (temperature == 0.0):
         # Here the bound is the score, and equal ones are common. To keep the logits would cost too many registers.
-        best = bound
         values = tl.load(row_logits + columns, mask=columns < size, other=nothing).to(tl.float32)
-        first = tl.min(tl.where(values == bound, columns, 0x7FFFFFFF))
-        winner = tl.where((bound == nothing) | (first >= size), begin, first)
-    else:
+        winner = tl.min(tl.where(values == bound, columns, 0x7FFFFFFF))
+    elif is_finite:
         best, winner = best_score(
             bounds,
             row_logits,
@@ -144,8 +144,14 @@ def _split_kernel(
             pivot_column=size,
         )
     place = split * tl.num_programs(1) + row
-    tl.store(scores + place, tl.where(best == best, best, nothing))  # a NaN would be no split's best score
-    tl.store(ids + place, winner + vocab_start)
+    tl.store(scores + place, best)
+    tl.store(ids + place, tl.where(is_finite, winner + vocab_start, -1))
+
+
+@jit
+def _max(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """The greater one; NaN if either is: `tl.max` passes it over."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
@@ -166,6 +172,7 @@ def _reduce_kernel(
         gdc_launch_dependents()
     score = tl.load(scores + places, mask=splits < num_splits, other=float("-inf"))
     token = tl.load(ids + places, mask=splits < num_splits, other=0x7FFFFFFF)
-    best = tl.max(score, axis=0)
+    best = tl.reduce(score, 0, _max)
+    token = tl.min(tl.where(score == best, token, 0x7FFFFFFF), axis=0)
     tl.store(scores + num_splits * num_rows + row, best)
-    tl.store(ids + num_splits * num_rows + row, tl.min(tl.where(score == best, token, 0x7FFFFFFF), axis=0))
+    tl.store(ids + num_splits * num_rows + row, tl.where(best == best, token, -1))

@@ -116,7 +116,7 @@ def count_tokens(submission: Submission, folder: Path, max_listed: int) -> Token
     Raises:
         ModelError: the model has no usable tokenizer.
     """
-    from minisgl_batch.tokenizer import ChatOptions, ModelTokenizer, check_constraint, hide_torch, resolve_request
+    from minisgl_batch.tokenizer import ModelTokenizer, hide_torch, resolve_requests
 
     if "torch" not in sys.modules:
         hide_torch()  # nothing is computed before this process ends
@@ -126,25 +126,20 @@ def count_tokens(submission: Submission, folder: Path, max_listed: int) -> Token
     with closing(GrammarCheck()) as check:
         for chunk in submission.chunks():
             rows = [row for row in chunk if row.error is None]
-            options = [ChatOptions.of(row.params, spec.params) for row in rows]
-            encoded = tokenizer.encode_inputs([row.input for row in rows], system=spec.system, options=options)
-            for row, ids in zip(rows, encoded, strict=True):
-                try:
-                    if isinstance(ids, RequestError):
-                        raise ids
-                    resolved = resolve_request(
-                        tokenizer,
-                        ids,
-                        row.params,
-                        spec.params,
-                        max_len=tokenizer.max_len,
-                        job_seed=spec.seed,
-                        row_index=row.row_index,
-                        prompt=row.input,
-                    )
-                    check_constraint(resolved.constraint, check)
-                except RequestError as error:
-                    counts.refuse(row, error, max_listed)
+            requests = resolve_requests(
+                tokenizer,
+                [row.input for row in rows],
+                [row.params for row in rows],
+                [row.row_index for row in rows],
+                defaults=spec.params,
+                max_len=tokenizer.max_len,
+                job_seed=spec.seed,
+                system=spec.system,
+                check=check,
+            )
+            for row, resolved in zip(rows, requests, strict=True):
+                if isinstance(resolved, RequestError):
+                    counts.refuse(row, resolved, max_listed)
                     continue
                 counts.prompt_tokens.append(len(resolved.prompt_ids))
                 if not resolved.choices:

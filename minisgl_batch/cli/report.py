@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, takewhile
 
 import pyarrow as pa
@@ -15,7 +14,6 @@ from minisgl_batch.words import count, duration, one_line
 from minisgl_jobs.dataset import Manifest, manifest_of, read_batches, read_manifest
 from minisgl_jobs.model import JobSpec, JobState, Row, RowResult
 from minisgl_jobs.parts import output_place
-from minisgl_jobs.places import Place
 from minisgl_jobs.results import table_to_results
 from minisgl_jobs.status import JobStatus
 
@@ -83,26 +81,17 @@ def report(status: JobStatus, examples: Sequence[Row] = (), *, retry: str = "") 
         _show_examples(status, examples)
         show_errors(status)
     if status.state is JobState.PARTIAL:
-        _tell_of_retry(status, retry or f"minisgl-batch retry {status.job_id}")
+        _tell_of_retry(status, manifest, retry or f"minisgl-batch retry {status.job_id}")
 
 
-def may_succeed(error_types: set[str]) -> bool:
+def may_succeed(error_types: Collection[str]) -> bool:
     """Whether rows that have failed so may succeed when they run again: not where all are at fault themselves."""
-    return error_types != {"invalid_request"}
+    return set(error_types) != {"invalid_request"}
 
 
-def error_types_in(output: Place) -> set[str]:
-    """How rows of a dataset have failed, as far as it can be read."""
-    found: set[str | None] = set()
-    with suppress(OutputError):  # no dataset is in reach, or a part is damaged
-        for batch in read_batches(output, ["error_type"]):
-            found.update(batch.column(0).unique().to_pylist())
-    return {name for name in found if name}
-
-
-def _tell_of_retry(status: JobStatus, retry: str) -> None:
+def _tell_of_retry(status: JobStatus, manifest: Manifest | None, retry: str) -> None:
     """How failed rows run again, where that is of use."""
-    types = error_types_in(output_place(status.spec.output))
+    types = manifest.num_by_error_type if manifest is not None else {}
     if may_succeed(types):
         talk(f"to run {'it' if status.rows_error == 1 else 'them'} again: {retry}")
     if "prompt_too_long" in types:
@@ -113,7 +102,7 @@ def cut_texts(manifest: Manifest) -> str:
     """How many texts ended for their length, "" for none."""
     if not manifest.num_cut:
         return ""
-    num_texts = sum(part.num_rows for part in manifest.parts) - manifest.num_errors  # error rows hold none
+    num_texts = sum(part.num_rows for part in manifest.parts) - sum(manifest.num_by_error_type.values())
     asked = manifest.sampling.structured_outputs
     what = "; as structured outputs these aren't complete" if asked is not None and asked.kinds else ""
     return f"{manifest.num_cut:,} of {count(num_texts, 'text')} ended by max_tokens or with the context{what}"

@@ -19,7 +19,7 @@ from minisgl_batch.cli.options import (
     sampling_options,
 )
 from minisgl_batch.cli.progress import follow
-from minisgl_batch.cli.report import error_types_in, exit_code, may_succeed, report
+from minisgl_batch.cli.report import exit_code, may_succeed, report
 from minisgl_batch.cli.sections import SectionedCommand
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import status_record
@@ -28,7 +28,6 @@ from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.client.advice import warn_if_unserved
 from minisgl_batch.words import count
 from minisgl_jobs.model import Priority
-from minisgl_jobs.parts import output_place
 from minisgl_jobs.resume import Resumption
 from minisgl_jobs.status import JobStatus
 from minisgl_jobs.submission import Submission, prepare
@@ -136,7 +135,7 @@ def tell_of_input(submission: Submission) -> None:
         spec, found = submission.spec, submission.resumption
         what = "has nothing left to do" if found.is_complete else "goes on"
         there = f"{found.num_rows:,} of {count(spec.num_rows, 'row')} are in {spec.output}"
-        talk(f"job {spec.job_id} {what}: {there}{_failed_there(found, spec.output)}")
+        talk(f"job {spec.job_id} {what}: {there}{_failed_there(found)}")
     faults = submission.faults
     if faults.num_faults:
         talk(f"{faults.num_faults} of {count(submission.spec.num_rows, 'row')} can't be used and become error rows:")
@@ -146,7 +145,7 @@ def tell_of_input(submission: Submission) -> None:
         talk(f"the input names {', '.join(others)}; the job runs on {submission.spec.model}")
 
 
-def _failed_there(resumption: Resumption, output: str) -> str:
+def _failed_there(resumption: Resumption) -> str:
     """What there is to say of failed rows that are in the output."""
     if not resumption.num_failed:
         return ""
@@ -154,6 +153,6 @@ def _failed_there(resumption: Resumption, output: str) -> str:
         runs = "failed row runs" if resumption.num_retried == 1 else "failed rows run"
         return f"; {resumption.num_retried:,} {runs} again"
     failed = f", {resumption.num_failed:,} of them failed"
-    if not may_succeed(error_types_in(output_place(output))):
+    if not may_succeed(resumption.error_types):
         return failed
     return f"{failed}; to run those again: the same command with --retry-failed"

@@ -9,24 +9,21 @@ import inspect
 import logging
 import os
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import datetime, timezone
 from itertools import islice
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import pyarrow as pa
 import redis
 
 from minisgl_batch.client.advice import warn_if_unserved, warn_of_distant_workers, warn_of_other_engines
 from minisgl_batch.client.handle import JobHandle
 from minisgl_batch.client.progress import measure
 from minisgl_batch.client.show import Overview
+from minisgl_batch.client.table_file import table_file
 from minisgl_batch.errors import (
-    InvalidInputError,
     InvalidParameterError,
     JobNotFoundError,
     JobStateError,
@@ -161,7 +158,7 @@ class Client:
         )
         with ExitStack() as stack:
             if not isinstance(source, str | os.PathLike) and hasattr(source, "__arrow_c_stream__"):
-                source, transport = stack.enter_context(_as_file(source)), "value"
+                source, transport = stack.enter_context(table_file(source)), "value"
             submission = prepare(
                 source,
                 model=model,
@@ -384,24 +381,6 @@ def _unix_seconds(start_at: datetime | None) -> float:
         return datetime.fromtimestamp(start_at.timestamp(), timezone.utc).timestamp()
     except (AttributeError, ValueError, OverflowError, OSError):
         raise InvalidParameterError("start_at", f"must be a datetime that can be counted, got {start_at!r}") from None
-
-
-@contextmanager
-def _as_file(table: Any) -> Iterator[str]:
-    """A table as an Arrow file for the time of a submission: read as files are, and never twice in memory."""
-    with tempfile.TemporaryDirectory(prefix="minisgl-") as folder:
-        path = Path(folder) / "table.arrow"
-        try:
-            with (
-                pa.RecordBatchReader.from_stream(table) as reader,
-                pa.OSFile(str(path), "wb") as file,
-                pa.ipc.new_file(file, reader.schema) as writer,
-            ):
-                for batch in reader:
-                    writer.write_batch(batch)
-        except (OSError, pa.ArrowException) as error:
-            raise InvalidInputError(f"the table can't be kept in {folder}: {error}") from error
-        yield str(path)
 
 
 def _sampling(params: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:

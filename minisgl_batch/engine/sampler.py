@@ -71,7 +71,7 @@ def sample(
         tp: the ranks that hold the other parts.
 
     Returns:
-        (num_rows,) int32, equal on all ranks.
+        (num_rows,) int32, equal on all ranks; -1 for rows whose logits aren't finite (-inf besides others is).
     """
     if any_filter:
         return sample_filtered(logits, rows)
@@ -80,7 +80,7 @@ def sample(
 
 
 def _best_of_ranks(scores: torch.Tensor, ids: torch.Tensor, tp: TPGroup) -> torch.Tensor:
-    """The ids of the best scores, (num_rows,) int32. Ties go to the lower rank, which has the lower ids."""
+    """The ids of the best scores, (num_rows,) int32; NaN is the best. Ties go to the lower rank, with the lower ids."""
     gathered = tp.all_gather(torch.stack([scores.view(torch.int32), ids]))  # (tp, 2, num_rows)
     best = gathered[:, 0].view(torch.float32).argmax(dim=0, keepdim=True)
     return gathered[:, 1].gather(0, best).squeeze(0)

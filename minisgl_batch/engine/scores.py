@@ -20,7 +20,7 @@ def score_logits(model: CausalLM, logits: torch.Tensor, targets: torch.Tensor, n
 
     Args:
         logits: (num_tokens, shard): what `model.logits` gave.
-        targets: (num_tokens,) int32 token ids.
+        targets: (num_tokens,) int32 token ids; -1 where the logits gave none.
         num_top: how many of the most probable tokens to name; at most the vocabulary's size.
 
     Returns:
@@ -45,7 +45,7 @@ def _in_slices(
 
 
 def _score(logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:
-    index = targets.long().unsqueeze(1)
+    index = targets.long().clamp_min_(0).unsqueeze(1)
     rank = (logits > logits.gather(1, index)).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1
     ids = logits.topk(num_top, dim=-1).indices
     # Not by logsumexp, whose bits depend on how many rows there are.

@@ -123,7 +123,7 @@ class DeviceTables:
         page_of_token = self.page_table[lines, columns // self._page_size]
         return ForwardBatch(
             host=host,
-            input_ids=self.token_pool[lines, columns],
+            input_ids=self.token_pool[lines, columns].clamp_min_(0),  # -1: the row will fail, its token wasn't seen yet
             positions=positions,
             out_loc=page_of_token * self._page_size + positions % self._page_size,
             slots=slots,

@@ -45,14 +45,21 @@ class PrefixCache(ABC):
         """The longest cached prefix of `ids` in whole pages, and its pages."""
 
     @abstractmethod
-    def insert(self, ids: IntArray, pages: IntArray) -> tuple[PrefixHandle, IntArray]:
-        """Cache `ids` (a whole number of pages) in `pages`, one page per `page_size` ids.
+    def insert(self, prefix: PrefixHandle, ids: IntArray, pages: IntArray) -> tuple[PrefixHandle, IntArray]:
+        """Cache what follows a prefix: `ids` (a whole number of pages) in `pages`, one page per `page_size` ids.
 
         Where the cache has a part of `ids` already, its own pages stay and the given ones remain the caller's.
 
         Returns:
-            The handle of the whole of `ids`, and the pages it has now. `pages[i]` belongs to the cache from here on
-            exactly where it equals the returned page i.
+            The handle of the prefix with `ids`, and the pages that `ids` have now. `pages[i]` belongs to the cache from
+            here on exactly where it equals the returned page i.
+        """
+
+    @abstractmethod
+    def spoil(self, handle: PrefixHandle, num_good: int) -> None:
+        """Let no match find more than about the first `num_good` tokens of a prefix any more, or what goes on from it.
+
+        Locks hold, and the pages are the cache's until they are evicted.
         """
 
     @abstractmethod

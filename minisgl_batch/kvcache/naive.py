@@ -22,8 +22,11 @@ class NaiveCache(PrefixCache):
     def match(self, ids: IntArray) -> tuple[PrefixHandle, IntArray]:
         return _NOTHING, EMPTY_PAGES
 
-    def insert(self, ids: IntArray, pages: IntArray) -> tuple[PrefixHandle, IntArray]:
+    def insert(self, prefix: PrefixHandle, ids: IntArray, pages: IntArray) -> tuple[PrefixHandle, IntArray]:
         return _NOTHING, EMPTY_PAGES
+
+    def spoil(self, handle: PrefixHandle, num_good: int) -> None:
+        pass
 
     def lock(self, handle: PrefixHandle) -> None:
         pass

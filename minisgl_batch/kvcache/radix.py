@@ -51,6 +51,7 @@ class RadixCache(PrefixCache):
         self._num_pushes = 0
         self._num_pages = 0
         self._num_locked_pages = 0
+        self._num_spoilt = 0
 
     @property
     def num_evictable_pages(self) -> int:
@@ -61,17 +62,32 @@ class RadixCache(PrefixCache):
         return self._num_locked_pages
 
     def match(self, ids: IntArray) -> tuple[PrefixHandle, IntArray]:
-        node, num_tokens, pages = self._walk(ids)
+        node, num_tokens, pages = self._walk(self._root, ids)
         return PrefixHandle(node, num_tokens), _concat(pages)
 
-    def insert(self, ids: IntArray, pages: IntArray) -> tuple[PrefixHandle, IntArray]:
-        node, num_tokens, held = self._walk(ids)
+    def insert(self, prefix: PrefixHandle, ids: IntArray, pages: IntArray) -> tuple[PrefixHandle, IntArray]:
+        node, num_tokens, held = self._walk(prefix.node, ids)
         if num_tokens < len(ids):
             first = num_tokens // self.page_size
             node = self._add_child(node, ids[num_tokens:].copy(), pages[first:].copy())
             held.append(node.pages)
         self._touch(node)
-        return PrefixHandle(node, len(ids)), _concat(held)
+        return PrefixHandle(node, prefix.num_tokens + len(ids)), _concat(held)
+
+    def spoil(self, handle: PrefixHandle, num_good: int) -> None:
+        topmost, start = None, handle.num_tokens
+        for node in self._path(handle.node):
+            if start <= num_good:
+                break
+            topmost, start = node, start - len(node.key)
+        if topmost is None:
+            return
+        assert topmost.parent is not None
+        siblings = topmost.parent.children
+        del siblings[self._page_key(topmost.key)]
+        self._num_spoilt += 1
+        topmost.key = np.full_like(topmost.key, -self._num_spoilt)  # no text's tokens
+        siblings[self._page_key(topmost.key)] = topmost
 
     def lock(self, handle: PrefixHandle) -> None:
         for node in self._path(handle.node):
@@ -109,9 +125,9 @@ class RadixCache(PrefixCache):
 
     # ------------------------------------------------------------- the tree
 
-    def _walk(self, ids: IntArray) -> tuple[RadixNode, int, list[IntArray]]:
-        """Follow `ids` down in whole pages, splitting the last edge where it is left half-way."""
-        node, position, pages = self._root, 0, []
+    def _walk(self, node: RadixNode, ids: IntArray) -> tuple[RadixNode, int, list[IntArray]]:
+        """Follow `ids` down from a node in whole pages, splitting the last edge where it is left half-way."""
+        position, pages = 0, []
         while len(ids) - position >= self.page_size:
             child = node.children.get(self._page_key(ids, position))
             if child is None:

@@ -79,17 +79,27 @@ class CacheManager:
         num_shared = req.prefix.num_tokens // self.page_size
         if num_pages <= num_shared:
             return
-        own = table.page_table[slot, :num_pages].copy()
-        prefix, cached = self._cache.insert(table.tokens[slot, : num_pages * self.page_size], own)
+        own = table.page_table[slot, num_shared:num_pages].copy()
+        ids = table.tokens[slot, req.prefix.num_tokens : num_pages * self.page_size]
+        prefix, cached = self._cache.insert(req.prefix, ids, own)
         if not prefix.num_tokens:
             return  # a cache that keeps nothing
         duplicates = own != cached
         if duplicates.any():
-            table.set_pages(slot, num_shared, cached[num_shared:])
+            table.set_pages(slot, num_shared, cached)
             self.free(own[duplicates])
         self._cache.lock(prefix)
         self._cache.unlock(req.prefix)
         req.prefix = prefix
+
+    def spoil_row(self, req: Req) -> None:
+        """Let no other prompt find what was computed of this row, which holds numbers that overflowed.
+
+        They aren't in its own tokens alone: in attention, tokens before them are in tiles with them.
+        """
+        self.cache_row(req)  # all of it: no later step is launched
+        assert req.prefix is not None
+        self._cache.spoil(req.prefix, req.num_cached)
 
     def release_row(self, req: Req) -> None:
         """Take all pages of a row that no step in flight names: the computed ones stay cached, the rest is free."""

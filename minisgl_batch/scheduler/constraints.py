@@ -15,6 +15,7 @@ import numpy as np
 from minisgl_batch.batch import IntArray
 from minisgl_batch.grammar_check import shown
 from minisgl_batch.messages import Constraint
+from minisgl_batch.scheduler.lexers import Grammar, Lexer, is_worn_out
 
 FAILED = "constraint_failed"
 """The error type of rows whose grammar allows no way on."""
@@ -24,7 +25,9 @@ class _Row:
     """One row's place: in the lead, where reasoning may begin, in reasoning, or in the answer.
 
     Attributes:
-        matcher: llguidance's LLMatcher, of the row itself once it was asked; a waiting row needs none of its own.
+        matcher: llguidance's LLMatcher, once it was asked; a waiting row needs none.
+        lexer: the matcher's.
+        taken: the tokens that the matcher has taken.
         in_answer: the grammar takes every token.
         is_free: everything is allowed: reasoning.
         by_grammar: what the grammar allows is allowed, and
@@ -32,9 +35,11 @@ class _Row:
         has_failed: it was reported.
     """
 
-    def __init__(self, matcher: Any, constraint: Constraint) -> None:
-        self.matcher = matcher
-        self.is_asked = False
+    def __init__(self, grammar: Grammar, constraint: Constraint) -> None:
+        self.grammar = grammar
+        self.matcher: Any = None
+        self.lexer: Lexer | None = None
+        self.taken: list[int] = []
         self.has_failed = self.in_answer = self.is_free = self.by_grammar = False
         self.mark_tokens: list[int] = []
         self._tail: tuple[int, ...] = ()  # of the lead, or of what may end reasoning
@@ -45,6 +50,19 @@ class _Row:
             self._reason()
         elif not self._marks:
             self._answer()
+
+    def begin(self) -> None:
+        self.matcher, self.lexer = self.grammar.begin()
+
+    def ask_again(self, mask: IntArray) -> bool:
+        """Fill the mask of a row that failed, if it may go on once it has a lexer of its own; whether it does."""
+        if self.has_failed or not is_worn_out(self.matcher):
+            return False
+        assert self.lexer is not None
+        self.matcher, self.lexer = self.grammar.begin_again(self.lexer)
+        self.matcher.consume_tokens(self.taken)
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return not self.matcher.is_error()
 
     def take(self, token: int) -> bool:
         """The next token of a row that isn't in its answer yet; whether the grammar has to take it."""
@@ -96,24 +114,27 @@ class Constraints:
         self._all = _mask(vocab_size, range(vocab_size))
         self._ends = _mask(vocab_size, eos_ids)
 
-    def add(self, uid: int, matcher: Any, constraint: Constraint) -> None:
-        """A row that is at its beginning, and so is the matcher, which others may have, too."""
-        self._rows[uid] = _Row(matcher, constraint)
+    def add(self, uid: int, grammar: Grammar, constraint: Constraint) -> None:
+        """A row that is at its beginning."""
+        grammar.expect()
+        self._rows[uid] = _Row(grammar, constraint)
 
     def forget(self, uids: Iterable[int]) -> None:
         """Rows that have ended; those without a constraint are passed over."""
         for uid in uids:
-            self._rows.pop(uid, None)
+            if (row := self._rows.pop(uid, None)) is not None:
+                row.grammar.end(row.lexer)
 
     def advance(self, uids: Sequence[int], tokens: Sequence[int]) -> None:
         """The next tokens of rows that go on."""
-        consumed: list[tuple[Any, int]] = []
+        consumed: list[tuple[_Row, int]] = []
         for uid, token in zip(uids, tokens, strict=True):
             row = self._rows.get(uid)  # at a follower there is none
             if row is not None and (row.in_answer or row.take(token)):
-                consumed.append((row.matcher, token))
+                row.taken.append(token)
+                consumed.append((row, token))
         if consumed:
-            self._executor.consume_token_par(consumed)  # one that fails shows it at the next mask
+            self._executor.consume_token_par(_matchers(consumed))  # one that fails shows it at the next mask
 
     def fill(self, uids: Sequence[int], masks: IntArray) -> None:
         """The masks of rows' next tokens.
@@ -122,7 +143,7 @@ class Constraints:
             uids: the rows; of one that has ended, any mask will do.
             masks: (len(uids), num_words) int32, contiguous, to write to; as `minisgl_kernels.mask_logits` takes them.
         """
-        asked: list[tuple[Any, int]] = []
+        asked: list[tuple[_Row, int]] = []
         marked: list[tuple[list[int], int]] = []
         for line, uid in enumerate(uids):  # most rows are asked and nothing else
             row = self._rows.get(uid)
@@ -130,35 +151,39 @@ class Constraints:
                 masks[line] = self._all
                 continue
             if row.by_grammar:
-                if not row.is_asked:
-                    row.matcher, row.is_asked = row.matcher.deep_copy(), True
-                asked.append((row.matcher, line))
+                if row.matcher is None:
+                    row.begin()
+                asked.append((row, line))
             else:
                 masks[line] = 0
             if row.mark_tokens:
                 marked.append((row.mark_tokens, line))
         if asked:
             num_bytes = masks.shape[1] * masks.itemsize
-            self._executor.unsafe_compute_mask_ptr(asked, masks.ctypes.data, num_bytes, len(masks))
+            self._executor.unsafe_compute_mask_ptr(_matchers(asked), masks.ctypes.data, num_bytes, len(masks))
+        failed = [(row, line) for row, line in asked if row.matcher.is_error() and not row.ask_again(masks[line])]
         for tokens, line in marked:
             for token in tokens:
                 _allow(masks[line], token)
-        for matcher, line in asked:
-            if matcher.is_error():
-                masks[line] = self._ends
-                self._fail(uids[line], matcher)
+        for row, line in failed:
+            masks[line] = self._ends
+            self._fail(uids[line], row)
 
     def take_failures(self) -> list[tuple[int, str]]:
         """Rows that have failed since the last call, and why."""
         failures, self._failures = self._failures, []
         return failures
 
-    def _fail(self, uid: int, matcher: Any) -> None:
-        row = self._rows[uid]
+    def _fail(self, uid: int, row: _Row) -> None:
         if not row.has_failed:
             row.has_failed = True
-            why = f"no token can follow within the grammar ({shown(matcher.get_error())})"
+            why = f"no token can follow within the grammar ({shown(row.matcher.get_error())})"
             self._failures.append((uid, f"structured_outputs: {why}"))
+
+
+def _matchers(rows: list[tuple[_Row, int]]) -> list[tuple[Any, int]]:
+    """Rows' matchers, by lexers: neighbours go to the same thread, which then waits for no other's lock."""
+    return [(row.matcher, number) for row, number in sorted(rows, key=lambda entry: id(entry[0].lexer))]
 
 
 def _mask(vocab_size: int, tokens: Sequence[int]) -> IntArray:

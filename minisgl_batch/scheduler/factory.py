@@ -10,8 +10,9 @@ from minisgl_batch.kvcache.naive import NaiveCache
 from minisgl_batch.kvcache.radix import RadixCache
 from minisgl_batch.messages import Ready
 from minisgl_batch.scheduler.checks import CheckedRunner
+from minisgl_batch.scheduler.config import SchedulerConfig
 from minisgl_batch.scheduler.constraints import Constraints
-from minisgl_batch.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl_batch.scheduler.scheduler import Scheduler
 from minisgl_batch.scheduler.source import MessageSource
 
 
@@ -58,6 +59,7 @@ def scheduler_config(engine: Engine) -> SchedulerConfig:
         overlap=options.overlap,
         mixed=options.mixed,
         sharing=engine.sharing_costs,
+        dtype=str(options.dtype).removeprefix("torch."),
     )
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_batch.batch import BoolArray, IntArray, ScheduledBatch, SharingCosts
+from minisgl_batch.batch import BoolArray, IntArray, ScheduledBatch
 from minisgl_batch.kvcache.base import PrefixCache
 from minisgl_batch.messages import (
     FINISH_ABORT,
@@ -36,8 +35,9 @@ from minisgl_batch.messages import (
     ToEngine,
 )
 from minisgl_batch.request import Req, ReqState
-from minisgl_batch.scheduler import scoring
+from minisgl_batch.scheduler import overflow, scoring
 from minisgl_batch.scheduler.cache import CacheManager
+from minisgl_batch.scheduler.config import SchedulerConfig
 from minisgl_batch.scheduler.constraints import FAILED, Constraints
 from minisgl_batch.scheduler.decode import NO_ROWS, DecodeManager, DecodeRows
 from minisgl_batch.scheduler.prefill import Piece, PrefillManager
@@ -47,30 +47,6 @@ from minisgl_batch.scheduler.steps import InFlight, StepRunner
 from minisgl_batch.scheduler.table import TableManager
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of one scheduler, all resolved.
-
-    Attributes:
-        num_pages, page_size: the KV pool.
-        max_running: slots.
-        max_seq_len: longest prompt + output in tokens; fits into the pool.
-        max_prefill_tokens: token budget of a step's pieces.
-        overlap: which loop.
-        mixed: a step may have both decode rows and pieces of prompts; otherwise pieces go first, in steps of their own.
-        sharing: when decode rows attend to a prefix in common in two levels; None: never.
-    """
-
-    num_pages: int
-    page_size: int
-    max_running: int
-    max_seq_len: int
-    max_prefill_tokens: int
-    overlap: bool
-    mixed: bool = True
-    sharing: SharingCosts | None = None
 
 
 class Scheduler:
@@ -273,6 +249,10 @@ class Scheduler:
         slots, positions = batch.slots[batch.samples], batch.kv_lens[batch.samples]
         table.tokens[slots, positions] = tokens
 
+        if batch.scoring is not None:
+            self._fail(found := scoring.overflowed(batch, done.step.scores()), np.zeros_like(found))
+        if (missing := tokens < 0).any():
+            self._fail(slots[missing], positions[missing])
         alive = table.running[slots]
         slots, positions, tokens = slots[alive], positions[alive], tokens[alive]
         finish = np.full(len(slots), NOT_FINISHED, dtype=np.uint8)
@@ -289,6 +269,20 @@ class Scheduler:
             self.decode.estimate.finished(position + 1 - req.num_prompt, req.max_len - req.num_prompt)
             self._drain(req)
         self._release_drained(batch.slots)
+
+    def _fail(self, slots: IntArray, positions: IntArray) -> None:
+        """End the rows among these that still run: their logits for the tokens at `positions` aren't finite."""
+        failures = []
+        for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
+            req = self.table.reqs[slot]
+            if req is None:
+                continue  # its prompt was enough
+            self.cache.spoil_row(req)
+            if req.state is ReqState.RUNNING:
+                failures.append((req.uid, overflow.reason(position + 1 - req.num_prompt, self.config.dtype)))
+                self._drain(req)
+        if failures:
+            self._source.send(RequestsRefused(failures, overflow.OVERFLOWED))
 
     def _report(
         self,

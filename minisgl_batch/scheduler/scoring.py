@@ -31,6 +31,15 @@ def plan(
     return Scoring(num_top, sampled, rows, firsts[rows], num_scored[rows])
 
 
+def overflowed(batch: ScheduledBatch, words: IntArray) -> IntArray:
+    """Slots of the rows of whose prompts some log-probability isn't a number."""
+    scoring = batch.scoring
+    assert scoring is not None
+    of_prompts = words.reshape(-1, scoring.num_words)[len(scoring.sampled) :, 0].view(np.float32)
+    slots: IntArray = np.unique(np.repeat(batch.slots[scoring.rows], scoring.counts)[np.isnan(of_prompts)])
+    return slots
+
+
 def scores(table: TableManager, batch: ScheduledBatch, words: IntArray) -> Scores:
     """The scores of rows that still run, from what the engine gave; marks prompts that have all of theirs."""
     scoring = batch.scoring

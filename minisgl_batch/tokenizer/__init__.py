@@ -2,8 +2,14 @@
 
 from minisgl_batch.tokenizer.chat import ChatOptions
 from minisgl_batch.tokenizer.detokenizer import Detokenizer, TextStream
-from minisgl_batch.tokenizer.grammar import check_constraint
-from minisgl_batch.tokenizer.input import ReasoningRules, ResolvedRequest, StopRules, derive_seed, resolve_request
+from minisgl_batch.tokenizer.input import (
+    ReasoningRules,
+    ResolvedRequest,
+    StopRules,
+    derive_seed,
+    resolve_request,
+    resolve_requests,
+)
 from minisgl_batch.tokenizer.logprobs import Logprob, Logprobs
 from minisgl_batch.tokenizer.output import FinishReason, OutputEvents, OutputProcessor, SampleOutput, TextDelta
 from minisgl_batch.tokenizer.tokenizer import ModelTokenizer, PromptInput, hide_torch
@@ -24,8 +30,8 @@ __all__ = [
     "StopRules",
     "TextDelta",
     "TextStream",
-    "check_constraint",
     "derive_seed",
     "hide_torch",
     "resolve_request",
+    "resolve_requests",
 ]

@@ -1,18 +1,19 @@
 """From a prompt and layers of sampling parameters to what the engine is asked for.
 
 A request is resolved once, before the engine sees it: nothing downstream knows of defaults. Knows nothing of rows, jobs
-or Redis. Called by the worker group's frontend and by the in-process `LLM`.
+or Redis. Called by the worker group's frontend, by dry runs and by the in-process `LLM`.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeVar
 
 from minisgl_batch.errors import InvalidParameterError, RequestError
+from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.messages import Constraint, NewPrompt, NewRequest
 from minisgl_batch.reasoning import THINK, Marks, ReasoningSplitter
 from minisgl_batch.sampling_params import (
@@ -23,9 +24,10 @@ from minisgl_batch.sampling_params import (
     SamplingParams,
     Truncate,
 )
+from minisgl_batch.tokenizer.chat import ChatOptions
 from minisgl_batch.tokenizer.choices import MAX_CHOICE_TOKENS, Choice
 from minisgl_batch.tokenizer.detokenizer import Detokenizer
-from minisgl_batch.tokenizer.grammar import make_grammar
+from minisgl_batch.tokenizer.grammar import check_constraint, make_grammar
 from minisgl_batch.tokenizer.tokenizer import IntArray, ModelTokenizer, PromptInput, is_chat
 
 T = TypeVar("T")
@@ -107,6 +109,58 @@ class ResolvedRequest:
             wanted = range(self.num_samples) if samples is None else samples
             requests = [NewRequest(uid, sample) for uid, sample in enumerate(wanted, first_uid)]
         return NewPrompt(_bytes(self.prompt_ids), self.sampling, requests, self.constraint)
+
+
+def resolve_requests(
+    tokenizer: ModelTokenizer,
+    inputs: Sequence[PromptInput],
+    params: Sequence[SamplingParams],
+    row_indices: Sequence[int],
+    *,
+    defaults: SamplingParams,
+    max_len: int,
+    job_seed: int,
+    system: str | None = None,
+    check: GrammarCheck | None = None,
+) -> Iterator[ResolvedRequest | RequestError]:
+    """The requests of prompts of any kind, in their order; one that can't be served gives its error instead.
+
+    The prompts are encoded now, in one batch, and each request is resolved when it is asked for.
+
+    Args:
+        inputs: texts, token ids and chats, as they come.
+        params, row_indices: of each of them; its layers are these and `defaults`.
+        max_len, job_seed: as in `resolve_request`.
+        system: put in front of chats that have no system message.
+        check: looks at the syntax of grammars, too; without it, the engine finds out.
+    """
+    options = [ChatOptions.of(given, defaults) for given in params]
+    encoded = tokenizer.encode_inputs(inputs, system=system, options=options)
+
+    def resolved() -> Iterator[ResolvedRequest | RequestError]:
+        for prompt, ids, given, row_index in zip(inputs, encoded, params, row_indices, strict=True):
+            if isinstance(ids, RequestError):
+                yield ids
+                continue
+            try:
+                request = resolve_request(
+                    tokenizer,
+                    ids,
+                    given,
+                    defaults,
+                    max_len=max_len,
+                    job_seed=job_seed,
+                    row_index=row_index,
+                    prompt=prompt,
+                )
+                if check is not None:
+                    check_constraint(request.constraint, check)
+            except RequestError as error:
+                yield error
+            else:
+                yield request
+
+    return resolved()
 
 
 def resolve_request(

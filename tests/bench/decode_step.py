@@ -47,11 +47,12 @@ def start(bench: Bench, num_rows: int, context: int, first_uid: int, sampling: d
 
 
 def step_ms(bench: Bench, num_steps: int) -> float:
-    torch.cuda.synchronize()
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
+    synchronize()
     started = time.perf_counter()
     for _ in range(num_steps):
         bench.tick()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - started) / num_steps * 1000
 
 

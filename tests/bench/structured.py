@@ -2,8 +2,10 @@
 
     python -m tests.bench structured --model qwen3-0.6b --rows 256 --constrained 0 1 64 256
 
-A line of JSON for each number of constrained rows: a step's time, and what the host does in it. The vocabulary is made
-of the words of installed programs, since no model's tokenizer is at hand.
+A line of JSON for each schema and number of constrained rows: a step's time, and what the host does in it. Inside a
+string without bounds a mask is mostly the one before. With `maxLength` each is another one, and where fewer characters
+are left than a token may have, it takes a millisecond: random weights come there in most strings, a model in few. The
+vocabulary is made of the words of installed programs, since no model's tokenizer is at hand.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +34,25 @@ from tests.bench.decode_step import step_ms
 
 EOS = 0
 WORD = re.compile(r" ?[A-Za-z]{1,15}|[^\w\s]{1,4}|\s{1,15}|\d{1,3}")
-ITEM = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 200},
-        "kind": {"enum": ["person", "place", "thing"]},
-        "count": {"type": "integer", "minimum": 0},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 40}, "maxItems": 5},
-    },
-    "required": ["name", "kind", "count", "tags"],
-    "additionalProperties": False,
-}
-SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}  # no row ends while it is measured
+
+
+def make_schema(name: dict[str, int], tag: dict[str, int]) -> dict[str, Any]:
+    """Of texts that don't end while they are measured; given the bounds of two strings."""
+    item = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"} | name,
+            "kind": {"enum": ["person", "place", "thing"]},
+            "count": {"type": "integer", "minimum": 0},
+            "tags": {"type": "array", "items": {"type": "string"} | tag, "maxItems": 5},
+        },
+        "required": ["name", "kind", "count", "tags"],
+        "additionalProperties": False,
+    }
+    return {"type": "array", "items": item, "minItems": 1000}
+
+
+SCHEMAS = {"unbounded": make_schema({}, {}), "bounded": make_schema({"maxLength": 200}, {"maxLength": 40})}
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
@@ -86,6 +95,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b", choices=list(SHAPES))
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--constrained", type=int, nargs="+", default=[0, 1, 64, 256])
+    parser.add_argument("--schemas", nargs="+", default=list(SCHEMAS), choices=list(SCHEMAS))
     parser.add_argument("--context", type=int, default=600)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--no-overlap", action="store_true")
@@ -103,14 +113,14 @@ def main() -> None:
         constraints = bench.engine.scheduler._constraints
         constraints.fill = fill = Watch(constraints.fill)  # type: ignore[method-assign]
         constraints.advance = advance = Watch(constraints.advance)  # type: ignore[method-assign]
-        grammar = make_grammar(StructuredOutputsParams(json=SCHEMA))
         uid = 1 << 20
-        for num_constrained in given.constrained:
+        for schema, num_constrained in product(given.schemas, given.constrained):
+            grammar = make_grammar(StructuredOutputsParams(json=SCHEMAS[schema]))
             uids = list(range(uid, uid + given.rows))
             uid += given.rows
             prompts = [
                 NewPrompt(
-                    np.random.randint(1, 10_000, given.context, dtype=np.int32).tobytes(),
+                    np.random.randint(1, min(10_000, vocab_size), given.context, dtype=np.int32).tobytes(),
                     EngineSampling(
                         max_tokens=1000, temperature=0.6, seed=number, stop_ids=(EOS,) if i < num_constrained else ()
                     ),
@@ -131,6 +141,7 @@ def main() -> None:
             line = {
                 "model": given.model,
                 "rows": given.rows,
+                "schema": schema,
                 "constrained": num_constrained,
                 "overlap": not given.no_overlap,
                 "step_ms": round(took, 3),

@@ -23,6 +23,7 @@ from minisgl_batch.tokenizer.model_defaults import read_model_defaults
 from tests.integration.conftest import Start
 from tests.jobs.helpers import wait_for
 from tests.minisgl_batch.cli.conftest import write_rows
+from tests.minisgl_batch.models.overflowing import SPOILER, save_overflowing
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "prompts.jsonl"
@@ -148,6 +149,25 @@ def test_failed_rows_of_a_run_are_told_and_run_again(start: Start, tmp_path: Pat
     assert {name for name in old if old[name] != new[name]} == {"default_sampling", "model_fingerprint"}
     assert (old["device"], old["torch"]) == ("cpu", version("torch"))
     assert "another engine's, and stay: model_fingerprint was " in third.stderr
+
+
+def test_rows_whose_numbers_overflow_are_told_and_run_again(start: Start, tmp_path: Path) -> None:
+    model = save_overflowing(tmp_path / "model")
+    chosen = {"choices": ["1", "2"]}
+    rows = ["1 + 1 =", f"1 {SPOILER} 1 =", {"prompt": "1", **chosen}, {"prompt": f"{SPOILER} 1", **chosen}]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    run = ("run", source, "--model", model, "--max-tokens", 4, "-o", "answers")
+    with start(*run, "--dtype", "float16") as first:
+        first.finish(code=1)
+    assert "partial: 2 rows ok, 2 failed" in first.stderr
+    assert "numbers overflowed in float16; run with --dtype bfloat16 or float32" in first.stderr
+    assert first.stderr.endswith("to run them again: the same command with --retry-failed\n")
+    found = pq.read_table(tmp_path / "answers").to_pylist()
+    assert [row["error_type"] for row in found] == [None, "numeric_overflow", None, "numeric_overflow"]
+    assert (found[1]["text"], found[1]["finish_reason"], found[3]["choices"]) == (None, "error", None)
+    with start(*run, "--dtype", "bfloat16", "--retry-failed") as second:
+        second.finish()
+    assert "finished: 4 rows ok, 0 failed" in second.stderr
 
 
 def test_an_interrupt_keeps_what_is_finished(start: Start, tmp_path: Path) -> None:

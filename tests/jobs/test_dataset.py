@@ -41,7 +41,7 @@ from minisgl_jobs.dataset import (
     read_manifest,
     reopen_dataset,
 )
-from minisgl_jobs.model import EngineInfo, InputInfo, JobSpec, JobState, RowResult
+from minisgl_jobs.model import EngineInfo, InputInfo, JobSpec, JobState, RowError, RowResult
 from minisgl_jobs.owner import OWNER, claim_output, read_owner, take_output
 from minisgl_jobs.parts import (
     PartInfo,
@@ -391,18 +391,23 @@ def test_a_job_that_has_ended_lets_its_folder_go(tmp_path: Path, state: JobState
     assert OWNER not in names(tmp_path)
 
 
-def test_manifest_counts_tokens_and_cut_texts(tmp_path: Path) -> None:
-    for chunk in range(2):
+def test_manifest_counts_tokens_and_cut_and_failed_texts(tmp_path: Path) -> None:
+    for chunk, types in enumerate((["constraint_failed"], ["constraint_failed", "worker_lost"])):
         results = [
             RowResult(chunk, finish_reason="length", prompt_tokens=10, cached_tokens=4, completion_tokens=7),
-            RowResult(row_index=chunk, sample_index=1, status="error", finish_reason="error"),
+            *(
+                RowResult(chunk, sample_index, status="error", finish_reason="error", error=RowError(name, "why"))
+                for sample_index, name in enumerate(types, 1)
+            ),
         ]
-        info = PartInfo(job_id="j", chunk=chunk, epoch=0, input_sha256="", num_rows=2)
+        info = PartInfo(job_id="j", chunk=chunk, epoch=0, input_sha256="", num_rows=len(results))
         write_part(tmp_path, results_to_table(results), info, "t")
         commit_part(tmp_path, chunk, 0, "t")
     manifest = make(tmp_path, 2, JobState.FINISHED)
     assert (manifest.prompt_tokens, manifest.cached_tokens, manifest.completion_tokens) == (20, 8, 14)
     assert manifest.num_cut == 2
+    assert manifest.num_by_error_type == {"constraint_failed": 2, "worker_lost": 1}
+    assert [part.info.num_failed for part in scan_parts(tmp_path)] == [1, 1]
 
 
 def test_a_claim_gets_its_job_later(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 
 from minisgl_kernels import reference_sampling
@@ -26,6 +28,20 @@ def random_rows(num_rows: int, device: torch.device, **changes: torch.Tensor) ->
     kv_lens = torch.randint(10, 10_000, (num_rows,), dtype=torch.int32)
     rows = SamplingRows(slots, kv_lens, **(values | changes))
     return SamplingRows(*(x.to(device) for x in rows))
+
+
+def spoiled_logits(size: int, device: torch.device) -> torch.Tensor:
+    """(16, size) float32 in which the odd rows hold NaN or infinity, at one place to all, or nothing but -inf."""
+    logits = torch.randn(16, size, device=device)
+    logits[::4, torch.randint(0, size, (size // 2,), device=device)] = float("-inf")
+    nan, inf = float("nan"), float("inf")
+    logits[1, random.randrange(size)] = nan
+    logits[3, random.randrange(size)] = inf
+    logits[5, 7 : size // 2] = nan
+    logits[7, 7 : size // 2] = inf
+    logits[9], logits[11], logits[13] = nan, inf, -inf
+    logits[15] = torch.tensor([nan, inf, -inf], device=device)[torch.randint(0, 3, (size,), device=device)]
+    return logits
 
 
 def scores(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

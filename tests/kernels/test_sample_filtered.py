@@ -10,7 +10,7 @@ import torch
 from minisgl_kernels import reference_sampling, sample_filtered, sample_gumbel
 from minisgl_kernels.gumbel import SamplingRows
 from tests.kernels.errors import DTYPES
-from tests.kernels.sampling import assert_best_of_kept, random_rows
+from tests.kernels.sampling import assert_best_of_kept, random_rows, spoiled_logits
 
 
 @pytest.fixture(autouse=True)
@@ -83,17 +83,23 @@ def test_of_equal_logits_top_k_keeps_the_lower_ids(device: torch.device) -> None
     assert set(tokens.tolist()) <= {70, 0, 1}
 
 
-def test_strange_logits_give_tokens_of_the_vocabulary(device: torch.device) -> None:
-    size = 8192 if device.type == "cuda" else 128  # whole blocks, so that some hold nothing but NaN
-    logits = torch.randn(8, size, device=device)
-    logits[0:2] = float("-inf")
-    logits[2:4, 40:] = float("inf")
-    logits[4:6, 7:90] = float("nan")
-    logits[6:8] = float("nan")
-    rows = random_rows(8, device, **(random_filters(11, 20) | {"temperature": torch.full((11,), 0.8)}))
+def test_rows_that_arent_finite_get_no_token(device: torch.device) -> None:
+    size = 8192 if device.type == "cuda" else 128  # whole blocks, so that some hold nothing else
+    logits = spoiled_logits(size, device)
+    num_slots = len(logits) + 3
+    rows = random_rows(len(logits), device, **random_filters(num_slots, 20))
     tokens = sample_filtered.sample_filtered(logits, rows)
-    assert ((tokens >= 0) & (tokens < size)).all()
-    assert tokens[:4].tolist() == [0, 0, 40, 40]
+    want = reference_sampling.sample_filtered(logits, rows)
+    assert (tokens == -1).tolist() == (want == -1).tolist() == [i % 2 == 1 for i in range(len(logits))]
+    finite = rows._replace(slots=rows.slots[::2], kv_lens=rows.kv_lens[::2])
+    assert_best_of_kept(tokens[::2], logits[::2], finite)
+
+
+def test_scores_that_overflow_end_the_search(device: torch.device) -> None:
+    logits = -3e38 + 1e37 * torch.rand(8, 200, device=device)
+    filters = random_filters(11, 20) | {"temperature": torch.full((11,), 1e-5), "min_p": torch.full((11,), 0.9)}
+    tokens = sample_filtered.sample_filtered(logits, random_rows(8, device, **filters))
+    assert ((tokens >= -1) & (tokens < 200)).all()
 
 
 @pytest.mark.gpu

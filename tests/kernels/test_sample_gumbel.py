@@ -7,7 +7,7 @@ import torch
 
 from minisgl_kernels import reference_sampling, sample_gumbel
 from tests.kernels.errors import DTYPES
-from tests.kernels.sampling import assert_best, random_rows
+from tests.kernels.sampling import assert_best, random_rows, spoiled_logits
 
 
 @pytest.fixture(autouse=True)
@@ -66,18 +66,30 @@ def test_excluded_tokens_are_never_drawn(device: torch.device) -> None:
     assert_best(tokens, logits, rows)
 
 
-def test_strange_logits_give_tokens_of_the_vocabulary(device: torch.device) -> None:
-    size = 8192 if device.type == "cuda" else 128  # whole blocks, so that some hold nothing but NaN
-    logits = torch.randn(8, size, device=device)
-    logits[0:2] = float("-inf")
-    logits[2:4, 40:] = float("inf")
-    logits[4:6, 7:90] = float("nan")
-    logits[6:8] = float("nan")
-    rows = random_rows(8, device, temperature=torch.tensor([0.0, 0.7] * 6)[:11])
-    rows = rows._replace(slots=torch.arange(8, dtype=torch.int32, device=device))
-    tokens = sample_gumbel.sample_gumbel(logits, rows, 1000)[1]
-    assert ((tokens >= 1000) & (tokens < 1000 + size)).all()
-    assert tokens[:4].tolist() == [1000, 1000, 1040, 1040]
+def test_rows_that_arent_finite_get_no_token(device: torch.device) -> None:
+    size = 8192 if device.type == "cuda" else 128  # whole blocks, so that some hold nothing else
+    logits = spoiled_logits(size, device)
+    temperature = torch.tensor([0.0, 0.7])[torch.arange(len(logits) + 3) // 2 % 2]
+    rows = random_rows(len(logits), device, temperature=temperature)
+    rows = rows._replace(slots=torch.arange(len(logits), dtype=torch.int32, device=device))
+    scores, tokens = sample_gumbel.sample_gumbel(logits, rows)
+    want_scores, want = reference_sampling.sample_gumbel(logits, rows)
+    assert (tokens == -1).tolist() == (want == -1).tolist() == [i % 2 == 1 for i in range(len(logits))]
+    torch.testing.assert_close(scores, want_scores, equal_nan=True, atol=2e-5, rtol=1e-6)
+    assert_best(tokens[::2], logits[::2], rows._replace(slots=rows.slots[::2], kv_lens=rows.kv_lens[::2]))
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf")])
+def test_a_part_of_the_vocabulary_that_isnt_finite_is_the_best(device: torch.device, spoil: float) -> None:
+    logits = torch.randn(3, 270, device=device)
+    logits[1, 100] = spoil
+    logits[2, :180] = float("-inf")  # a part in which nothing may come
+    rows = random_rows(3, device)
+    parts = [sample_gumbel.sample_gumbel(part, rows, i * 90) for i, part in enumerate(logits.split(90, dim=1))]
+    scores, tokens = (torch.stack(x) for x in zip(*parts, strict=True))
+    found = tokens.gather(0, scores.argmax(dim=0, keepdim=True)).squeeze(0)
+    assert torch.equal(found, sample_gumbel.sample_gumbel(logits, rows)[1])
+    assert (found == -1).tolist() == [False, True, False]
 
 
 def test_parts_of_the_vocabulary_find_the_same_token(device: torch.device) -> None:

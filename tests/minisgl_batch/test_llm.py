@@ -12,6 +12,7 @@ import torch
 
 from minisgl_batch import LLM, SamplingParams
 from minisgl_batch.errors import InvalidParameterError, ModelError, RequestError, UsageError
+from tests.minisgl_batch.models.overflowing import SPOILER, save_overflowing
 
 QUESTION = "What is 17 + 25?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -215,6 +216,7 @@ def test_unservable_prompt_is_named_and_nothing_runs(llm: LLM) -> None:
         with pytest.raises(RequestError, match=f"prompt 1.*({problem})"):
             llm.generate([QUESTION, bad], progress=False)
     assert llm.stats().num_steps == steps
+    assert not llm._outputs._live  # the prompt before it is forgotten
     assert llm.generate(MESSAGES, progress=False)[0].outputs[0].text == "42"
 
 
@@ -259,6 +261,17 @@ def test_what_is_no_chat(llm: LLM) -> None:
             llm.chat(worse, progress=False)
     with pytest.raises(RequestError, match=r"^prompt 0: messages"):
         llm.chat([{"role": "x"}], progress=False)
+
+
+def test_an_overflow_ends_its_row_alone_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LLM(str(save_overflowing(tmp_path / "model")), dtype="float16") as llm:
+        prompts = ["1 + 1 =", f"1 {SPOILER} 1 =", f"2 {SPOILER}"]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=3), progress=False)
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "error"]
+        (score,) = llm.score([prompts[1]], ["1", "2"], progress=False)
+        assert (score.outputs[0].finish_reason, score.outputs[0].choices) == ("error", None)
+    told = [record.getMessage() for record in caplog.records if "overflowed in float16" in record.getMessage()]
+    assert [message.partition(":")[0] for message in told] == ["prompt 1", "prompt 0"]
 
 
 def test_overlap_loop_gives_the_same_answers(llm: LLM) -> None:

@@ -33,12 +33,11 @@ from minisgl_batch.messages import (
     StepOutput,
 )
 from minisgl_batch.tokenizer import (
-    ChatOptions,
     ModelTokenizer,
     OutputEvents,
     OutputProcessor,
     hide_torch,
-    resolve_request,
+    resolve_requests,
 )
 from minisgl_jobs.dataset import DEFAULT_SAMPLING
 from minisgl_jobs.leases import ChunkQueue
@@ -208,25 +207,20 @@ class Frontend:
     def _prepare(self, work: ChunkWork, rows: list[Row]) -> tuple[list[NewPrompt], list[RunningSample]]:
         """What the engine is asked for rows that are to run, and their samples; rows that can't be run fail."""
         spec, prompts, samples = work.lease.spec, list[NewPrompt](), list[RunningSample]()
-        options = [ChatOptions.of(row.params, spec.params) for row in rows]
-        encoded = self._tokenizer.encode_inputs([row.input for row in rows], system=spec.system, options=options)
+        requests = resolve_requests(
+            self._tokenizer,
+            [row.input for row in rows],
+            [row.params for row in rows],
+            [row.row_index for row in rows],
+            defaults=spec.params,
+            max_len=self._max_seq_len,
+            job_seed=spec.seed,
+            system=spec.system,
+        )
         started_at = time.time()
-        for row, ids in zip(rows, encoded, strict=True):
-            try:
-                if isinstance(ids, RequestError):
-                    raise ids
-                resolved = resolve_request(
-                    self._tokenizer,
-                    ids,
-                    row.params,
-                    spec.params,
-                    max_len=self._max_seq_len,
-                    job_seed=spec.seed,
-                    row_index=row.row_index,
-                    prompt=row.input,
-                )
-            except RequestError as error:
-                work.fail(row, error)
+        for row, resolved in zip(rows, requests, strict=True):
+            if isinstance(resolved, RequestError):
+                work.fail(row, resolved)
                 continue
             missing = work.missing_samples(row)
             prompt = resolved.message(self._next_uid, missing)

@@ -11,12 +11,10 @@ import click
 import pytest
 import redis
 
-from minisgl_batch.cli.report import error_types_in, may_succeed
 from minisgl_batch.cli.times import parse_duration, parse_moment
 from minisgl_batch.client import Client
 from minisgl_jobs.dataset import SUCCESS
 from minisgl_jobs.model import JobState
-from minisgl_jobs.parts import part_name
 from tests.jobs.helpers import wait_for
 from tests.minisgl_batch.cli.conftest import RunCli, write_rows
 from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
@@ -59,8 +57,6 @@ def test_no_retry_is_offered_to_rows_at_fault(run_cli: RunCli, client: redis.Red
             assert f"{len(rows) - 1} of them failed" in second.stderr
             assert ("to run those again" in second.stderr) == is_offered
             assert "--truncate" not in first.stderr
-    (tmp_path / "out" / part_name(0)).write_bytes(b"damaged")
-    assert may_succeed(error_types_in(tmp_path / "out"))
 
 
 def test_pause_and_resume(run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]) -> None:

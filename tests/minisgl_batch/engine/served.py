@@ -14,7 +14,16 @@ from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.engine.engine import Engine
 from minisgl_batch.engine.transfer import HostTokens
-from minisgl_batch.messages import FINISH_REASONS, AbortRequests, AddRequests, NewPrompt, NewRequest, Ready, StepOutput
+from minisgl_batch.messages import (
+    FINISH_REASONS,
+    AbortRequests,
+    AddRequests,
+    NewPrompt,
+    NewRequest,
+    Ready,
+    RequestsRefused,
+    StepOutput,
+)
 from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.factory import make_scheduler
 from minisgl_batch.scheduler.source import LocalSource
@@ -35,6 +44,7 @@ class Served:
         self.outputs: dict[int, list[int]] = {}
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.finished: dict[int, str] = {}
+        self.refused: dict[int, tuple[str, str]] = {}
         self.cached: dict[int, int] = {}
         self.scores: dict[int, LogprobCollector] = {}
         self._record_logits()
@@ -78,6 +88,9 @@ class Served:
         next(self._loop)
         while self._source.outbox:
             step = self._source.outbox.popleft()
+            if isinstance(step, RequestsRefused):
+                self.refused.update({uid: (step.error_type, why) for uid, why in step.refused})
+                continue
             assert isinstance(step, StepOutput)
             self.cached.update(dict(zip(step.first_uids, step.first_cached, strict=True)))
             if step.scores is not None:
@@ -94,7 +107,7 @@ class Served:
 
     @property
     def is_busy(self) -> bool:
-        return len(self.finished) < self._num_requests
+        return len(self.finished) + len(self.refused) < self._num_requests
 
     def run(self, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
         """Greedy ids of all prompts."""

@@ -145,9 +145,13 @@ class Shards:
 def test_ranks_with_parts_of_the_vocabulary_find_the_same_tokens(size: int) -> None:
     logits = torch.randn(60, 48 * size)
     logits[::5, 3::48] = 50.0  # a tie between all ranks
+    logits[torch.arange(1, 60, 5), torch.randint(0, 48 * size, (12,))] = torch.tensor([torch.nan, torch.inf] * 6)
+    logits[2::5, torch.randperm(48 * size)[: 24 * size]] = -torch.inf
+    logits[2::5, :48] = -torch.inf  # all that a rank has
     values = rows(60, temperature=torch.rand(60).round(decimals=1))
     comm = Shards(size)
     for rank, shard in enumerate(logits.split(48, dim=1)):
         tp = TPGroup(rank, size, comm)
         tokens = sample(shard, values, any_filter=False, vocab_start=48 * rank, tp=tp)
     assert torch.equal(tokens, sample(logits, values, any_filter=False))
+    assert (tokens == -1).nonzero().squeeze(1).tolist() == list(range(1, 60, 5))

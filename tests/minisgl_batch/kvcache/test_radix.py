@@ -24,6 +24,7 @@ class Model:
         self.free = list(range(num_pages))
         self.pages: dict[bytes, int] = {}
         self.locks: list[tuple[PrefixHandle, bytes]] = []
+        self.num_spoilt = 0
 
     def prefixes(self, ids: np.ndarray) -> list[bytes]:
         return [ids[:end].tobytes() for end in range(self.page_size, len(ids) + 1, self.page_size)]
@@ -44,13 +45,33 @@ class Model:
         prefixes = self.prefixes(ids)
         if len(prefixes) > len(self.free):
             return
-        given = [self.free.pop() for _ in prefixes]
-        handle, pages = self.cache.insert(ids, np.array(given, dtype=np.int32))
+        start, known = self.cache.match(ids[: len(ids) // 2])
+        given = [self.free.pop() for _ in prefixes[len(known) :]]
+        handle, pages = self.cache.insert(start, ids[start.num_tokens :], np.array(given, dtype=np.int32))
         assert handle.num_tokens == len(ids)
-        for prefix, mine, cached in zip(prefixes, given, pages.tolist(), strict=True):
+        for prefix, mine, cached in zip(prefixes[len(known) :], given, pages.tolist(), strict=True):
             assert cached == self.pages.setdefault(prefix, mine)
             if cached != mine:
                 self.free.append(mine)
+
+    def spoil(self, ids: np.ndarray, num_good: int) -> None:
+        """The edge that goes beyond `num_good` gets names of its own."""
+        handle, _ = self.cache.match(ids)
+        ends = [0, *(end for _, end in self.cache.path(handle))]
+        self.cache.spoil(handle, num_good)
+        if num_good >= handle.num_tokens:
+            return
+        first = max(i for i, end in enumerate(ends) if end <= num_good)
+        start, end = ends[first], ends[first + 1]
+        self.num_spoilt += 1
+        lost, name = ids[: start + self.page_size].tobytes(), ids_of(*[-self.num_spoilt] * (end - start)).tobytes()
+
+        def renamed(prefix: bytes) -> bytes:
+            new = prefix[: 4 * start] + name + prefix[4 * end :]
+            return new[: len(prefix)] if prefix.startswith(lost) else prefix
+
+        self.pages = {renamed(prefix): page for prefix, page in self.pages.items()}
+        self.locks = [(handle, renamed(prefix)) for handle, prefix in self.locks]
 
     def evict(self, num_pages: int) -> None:
         locked = {prefix[:end] for _, prefix in self.locks for end in range(0, len(prefix) + 1, 4 * self.page_size)}
@@ -77,6 +98,7 @@ operations = st.one_of(
     st.tuples(st.just("lock"), sequences),
     st.tuples(st.just("unlock"), st.integers(0, 5)),
     st.tuples(st.just("evict"), st.integers(0, 6)),
+    st.tuples(st.just("spoil"), st.tuples(sequences, st.integers(0, 20))),
 )
 
 
@@ -96,6 +118,8 @@ def test_cache_agrees_with_a_plain_set_of_prefixes(page_size: int, story: list[t
         elif kind == "unlock" and model.locks:
             handle, _ = model.locks.pop(value % len(model.locks))  # type: ignore[operator]
             model.cache.unlock(handle)
+        elif kind == "spoil":
+            model.spoil(*value)  # type: ignore[misc]
         elif kind == "evict":
             model.evict(value)  # type: ignore[arg-type]
         assert model.cache.check_integrity() == []
@@ -105,7 +129,7 @@ def test_cache_agrees_with_a_plain_set_of_prefixes(page_size: int, story: list[t
 def test_least_recently_used_prefix_goes_first() -> None:
     cache = RadixCache(page_size=2)
     for page, ids in enumerate([ids_of(1, 1), ids_of(2, 2), ids_of(3, 3)]):
-        cache.insert(ids, ids_of(page))
+        cache.insert(cache.match(ids_of())[0], ids, ids_of(page))
     handle, _ = cache.match(ids_of(1, 1))
     cache.lock(handle)
     cache.unlock(handle)
@@ -114,7 +138,7 @@ def test_least_recently_used_prefix_goes_first() -> None:
 
 def test_split_hands_the_lock_to_the_upper_part() -> None:
     cache = RadixCache(page_size=1)
-    handle, _ = cache.insert(ids_of(1, 2, 3, 4), ids_of(0, 1, 2, 3))
+    handle, _ = cache.insert(cache.match(ids_of())[0], ids_of(1, 2, 3, 4), ids_of(0, 1, 2, 3))
     cache.lock(handle)
     cache.match(ids_of(1, 2, 9))
     assert cache.num_locked_pages == 4

@@ -2,7 +2,8 @@
 
 Each token's "KV" is a hash of the sequence up to it, stored in pages as a real engine would; each sampled token is a
 hash over all KV that the page table leads to. A wrong page, a stale page or a token computed at the wrong place
-changes the output, which `expected_output` computes from the sequence alone.
+changes the output, which `expected_output` computes from the sequence alone. A spoiler, where there is one, is a token
+whose KV overflows, and with it that of all tokens that are computed in the same piece.
 """
 
 from __future__ import annotations
@@ -25,23 +26,29 @@ from minisgl_batch.messages import (
     StepOutput,
 )
 from minisgl_batch.sampling_params import EngineSampling
-from minisgl_batch.scheduler.scheduler import Scheduler, SchedulerConfig
+from minisgl_batch.scheduler.config import SchedulerConfig
+from minisgl_batch.scheduler.scheduler import Scheduler
 from minisgl_batch.scheduler.source import LocalSource
 
 VOCAB = 50
 EOS = 7
+OVERFLOWED = -1  # as KV and as a sampled token
 
 
 def _chain(previous: int, token: int) -> int:
-    return hash((previous, token, 0x6B76))  # of integers alone: the same in every process
+    return abs(hash((previous, token, 0x6B76)))  # of integers alone: the same in every process
 
 
 def _sample(kv: list[int]) -> int:
-    return hash(tuple(kv)) % VOCAB
+    return OVERFLOWED if OVERFLOWED in kv else hash(tuple(kv)) % VOCAB
 
 
-def expected_output(prompt: list[int], max_tokens: int, ignore_eos: bool, max_seq_len: int) -> tuple[list[int], str]:
+def expected_output(
+    prompt: list[int], max_tokens: int, ignore_eos: bool, max_seq_len: int, spoiler: int | None = None
+) -> tuple[list[int], str]:
     """What greedy generation must give, and how it ends."""
+    if spoiler in prompt:
+        return [], "overflow"
     ids, kv = list(prompt), []
     for token in ids:
         kv.append(_chain(kv[-1] if kv else 0, token))
@@ -53,6 +60,8 @@ def expected_output(prompt: list[int], max_tokens: int, ignore_eos: bool, max_se
             return output, "stop"
         if len(output) == max_tokens or len(prompt) + len(output) == max_seq_len:
             return output, "length"
+        if output[-1] == spoiler:
+            return output, "overflow"
 
 
 @dataclass
@@ -64,7 +73,8 @@ class FakeStep:
 
 
 class FakeEngine:
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, spoiler: int | None = None) -> None:
+        self._spoiler = spoiler
         size, rows = config.page_size, config.max_running + 1
         self.page_size = size
         self.page_table = np.full((rows, -(-config.max_seq_len // size)), config.num_pages)
@@ -82,10 +92,12 @@ class FakeEngine:
             if page >= 0:
                 self.page_table[slot, (kv_len - 1) // self.page_size] = page
         for slot, q_len, kv_len in rows:
+            overflows = self._spoiler in self.token_pool[slot, kv_len - q_len : kv_len]
             for position in range(kv_len - q_len, kv_len):
                 previous = self._kv(slot, position - 1) if position else 0
                 page = self.page_table[slot, position // self.page_size]
-                self.kv[page, position % self.page_size] = _chain(previous, int(self.token_pool[slot, position]))
+                kv = OVERFLOWED if overflows else _chain(previous, max(0, int(self.token_pool[slot, position])))
+                self.kv[page, position % self.page_size] = kv
         sampled = []
         prefixes = self._shared_prefixes(batch)
         for i, ((slot, _, kv_len), samples) in enumerate(zip(rows, batch.samples.tolist(), strict=True)):
@@ -117,7 +129,7 @@ class FakeEngine:
 class Harness:
     """A scheduler over the fake engine, with what it has answered so far."""
 
-    def __init__(self, *, cache: str = "radix", **config: object) -> None:
+    def __init__(self, *, cache: str = "radix", spoiler: int | None = None, **config: object) -> None:
         values: dict[str, object] = {
             "num_pages": 64,
             "page_size": 4,
@@ -127,7 +139,8 @@ class Harness:
             "overlap": False,
         } | config
         self.config = SchedulerConfig(**values)  # type: ignore[arg-type]
-        self.engine = FakeEngine(self.config)
+        self.spoiler = spoiler
+        self.engine = FakeEngine(self.config, spoiler)
         self.source = LocalSource()
         self.prefix_cache = {"radix": RadixCache, "naive": NaiveCache}[cache](self.config.page_size)
         self.scheduler = Scheduler(self.config, self.engine, self.prefix_cache, self.source)
@@ -208,14 +221,16 @@ class Harness:
         assert sorted(free + cached + own) == list(range(self.config.num_pages))
         assert not self.prefix_cache.check_integrity()
 
+    def expected(self, uid: int) -> tuple[list[int], str]:
+        prompt, sampling = self._requests[uid]
+        ignore_eos, max_seq_len = not sampling.stop_ids, self.config.max_seq_len
+        return expected_output(prompt, sampling.max_tokens, ignore_eos, max_seq_len, self.spoiler)
+
     def check_outputs(self) -> None:
-        """Every answer is the expected one; an aborted request's is the beginning of it."""
-        for uid, how in self.finished.items():
-            prompt, sampling = self._requests[uid]
-            want, want_reason = expected_output(
-                prompt, sampling.max_tokens, not sampling.stop_ids, self.config.max_seq_len
-            )
-            if how == "abort":
+        """Every answer is the expected one; an aborted or refused request's is the beginning of it."""
+        for uid, how in (self.finished | dict.fromkeys(self.refused, "refused")).items():
+            want, want_reason = self.expected(uid)
+            if how in ("abort", "refused"):
                 assert self.outputs[uid] == want[: len(self.outputs[uid])]
             else:
                 assert (self.outputs[uid], how) == (want, want_reason), f"request {uid}"

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits, LLTokenizer
 
 from minisgl_batch.grammar_check import TOO_COMPLEX, GrammarCheck, syntax_problem
 from minisgl_batch.messages import (
@@ -143,6 +144,38 @@ def test_a_complete_text_can_only_end_and_one_at_a_dead_end_must(world: World) -
     assert len(world.allowed(1)) == VOCAB
 
 
+def test_a_row_that_wears_out_its_lexer_fails_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that share it go on where they are, and others begin. Of the expression's 2^9 states there may be 300."""
+    few = LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(compiling, "limits", lambda: few)
+    world.say(vocabulary())
+    world.add(prompt(Constraint(grammar(regex="[ab]*a[ab]{8}c")), 0, 1, 2))
+    assert world.uids(block=True) == [0, 1, 2]
+    assert world.allowed(0) == world.allowed(1) == world.allowed(2)
+    tokens = [world.ids(char)[0] for char in "abc"]
+    taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
+
+    def advance(uid: int) -> set[int]:
+        taken[uid].append(random.choice(tokens[:2]))
+        world.constraints.advance([uid], taken[uid][-1:])
+        return world.allowed(uid)
+
+    for _ in range(20):
+        assert advance(1) >= set(tokens[:2])
+    for _ in range(2000):
+        if advance(0) == {EOS}:
+            break
+    ((uid, why),) = world.constraints.take_failures()
+    assert (uid, "lexer error" in why) == (0, True)
+    for uid in (1, 2):
+        assert (tokens[2] in advance(uid)) == (taken[uid][-9:][:1] == tokens[:1] and len(taken[uid]) > 8)
+    assert world.allowed(0) == {EOS}
+    world.add(prompt(Constraint(grammar(regex="[ab]*a[ab]{8}c")), 3))
+    assert world.uids() == [3]
+    world.advance(*tokens[:1] * 9, tokens[2], uid=3)
+    assert not world.constraints.take_failures()
+
+
 @pytest.mark.parametrize("in_reasoning", [True, False])
 def test_reasoning_is_free_and_the_answer_behind_it_is_not(world: World, in_reasoning: bool) -> None:
     opening, closing = 7, 9
@@ -220,6 +253,11 @@ def test_no_row_waits_for_anothers_grammar(world: World, monkeypatch: pytest.Mon
     assert world.source.receive(block=True) == [abort, Shutdown()]
     go_on.set()
     assert world.uids(block=True) == [1]
+
+
+def test_slices_are_those_of_llguidance_and_more() -> None:
+    slices = iter(compiling.SLICES)
+    assert all(known in slices for known in LLTokenizer.general_slices())  # in their order
 
 
 def test_what_nobody_waits_for_isnt_compiled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,35 @@ def test_any_story_gives_right_outputs_and_loses_no_page(story: tuple[dict[str, 
         assert len(harness._requests[uid][0]) >= config["max_seq_len"]
 
 
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenarios(), st.sampled_from([12, 13, 30]))
+def test_rows_that_overflow_fail_and_leave_nothing_behind(
+    story: tuple[dict[str, Any], list[tuple[str, Any]]], spoiler: int
+) -> None:
+    """Rows that went on from what they had computed by then fail with them, and are right when they run again."""
+    config, events = story
+    harness = Harness(spoiler=spoiler, **config)
+    for kind, value in events:
+        if kind == "add":
+            stem, cut, tail, max_tokens, ignore_eos = value
+            harness.add((stem[:cut] + tail or [10])[: config["max_seq_len"] - 1], max_tokens, ignore_eos)
+        elif kind == "tick":
+            for _ in range(value):
+                if harness.pending or harness.source.inbox:
+                    harness.tick()
+    harness.run()
+    assert harness.scheduler.cache.num_available_pages == config["num_pages"]
+    for uid in list(harness.refused):
+        prompt, sampling = harness._requests[uid]
+        again = harness.add(prompt, sampling.max_tokens, not sampling.stop_ids)
+        harness.run()
+        want, how = harness.expected(again)
+        assert (again in harness.refused) == (how == "overflow")
+        assert harness.outputs[again] == want
+    harness.check_outputs()
+    assert all(harness.expected(uid)[1] != "overflow" for uid in harness.finished)
+
+
 @LOOPS
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("offset", [-1, 0, 1])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from minisgl_batch.errors import RequestError
+from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.messages import AddRequests, Constraint, encoder, to_engine_decoder
 from minisgl_batch.sampling_params import EngineSampling, SamplingParams
 from minisgl_batch.structured_outputs import StructuredOutputsParams
@@ -21,6 +24,7 @@ from minisgl_batch.tokenizer import (
     StopRules,
     derive_seed,
     resolve_request,
+    resolve_requests,
 )
 
 
@@ -267,3 +271,37 @@ def test_token_that_the_model_does_not_have(tokenizer: ModelTokenizer) -> None:
     ids = np.array([1, tokenizer.vocab_size], dtype=np.int32)
     with pytest.raises(RequestError, match="token 1 of the prompt"):
         resolve_request(tokenizer, ids, max_len=100, job_seed=0, row_index=0)
+
+
+def test_many_at_once_are_as_each_by_itself(tokenizer: ModelTokenizer, rng: random.Random) -> None:
+    """Of every kind, in their order, with errors in the places of those that can't be served."""
+    job, chat = SamplingParams(temperature=0.5, max_tokens=3), [{"role": "user", "content": "the"}]
+    bad_grammar = SamplingParams(structured_outputs=StructuredOutputsParams(grammar="start: foo"))
+    wanted: list[tuple[PromptInput, SamplingParams, str]] = [
+        ("the dog", SamplingParams(seed=7), ""),
+        (chat, SamplingParams(n=2), ""),
+        ([5, 6], SamplingParams(tools=({"type": "function"},)), "tools: only messages"),
+        ([5, 6], SamplingParams(), ""),
+        ([], SamplingParams(), "the prompt is empty"),
+        ("the", bad_grammar, "structured_outputs: "),
+    ]
+    order = rng.sample(range(len(wanted)), len(wanted))
+    inputs, rows, problems = zip(*(wanted[i] for i in order), strict=True)
+    with closing(GrammarCheck()) as check:
+        given = (tokenizer, inputs, rows, order)
+        found = list(resolve_requests(*given, defaults=job, max_len=100, job_seed=5, system="be brief", check=check))
+        unchecked = list(resolve_requests(*given, defaults=job, max_len=100, job_seed=5, system="be brief"))
+    for prompt, row, problem, row_index, request, other in zip(
+        inputs, rows, problems, order, found, unchecked, strict=True
+    ):
+        if problem:
+            assert isinstance(request, RequestError)
+            assert problem in str(request)
+            assert isinstance(other, ResolvedRequest) == (row is bad_grammar)
+            continue
+        (ids,) = tokenizer.encode_inputs([prompt], system="be brief")
+        assert not isinstance(ids, RequestError)
+        alone = resolve_request(tokenizer, ids, row, job, max_len=100, job_seed=5, row_index=row_index, prompt=prompt)
+        assert isinstance(request, ResolvedRequest)
+        assert request.message(0) == alone.message(0)
+        assert request.num_samples == alone.num_samples
