@@ -63,6 +63,11 @@ def test_rows_and_sizes_that_fill_no_tile(device: torch.device, biased: bool) ->
     check(device, 90, 5, 2, 72, 40, biased=biased)
 
 
+def test_experts_with_a_row_each(device: torch.device) -> None:
+    """The second block of a pair has none."""
+    check(device, 1, 5, 3, 72, 40)
+
+
 def test_several_tiles_per_expert_and_program(device: torch.device) -> None:
     check(device, 330, 2, 1, 136, 136)
 

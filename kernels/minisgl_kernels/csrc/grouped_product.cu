@@ -59,8 +59,9 @@ struct ProductTile {
     first_row = block[3 * routed.block_stride];
     line = (number % num_columns * team.parts + team.part) * kLines;
     half = (num_rows + 15) / 16 * 8;
-    begin = team.half * half;
-    end = team.half == 0 && half < num_rows ? half : num_rows;
+    const int middle = half < num_rows ? half : num_rows;
+    begin = team.half == 0 ? 0 : middle;
+    end = team.half == 0 ? middle : num_rows;
   }
 };
 
