@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_batch.sampling_params import EngineSampling
+from minisgl_batch.engine_sampling import EngineSampling
 
 if TYPE_CHECKING:
     import torch

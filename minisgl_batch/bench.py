@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from minisgl_batch.config import EngineConfig
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.hub import model_path
 from minisgl_batch.messages import AddRequests, DropCache, EngineStats, NewPrompt, NewRequest, StepOutput
 from minisgl_batch.models.config import load_model_config
-from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.local import LocalEngine
 
 TEMPERATURE = 0.6

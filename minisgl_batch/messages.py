@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from minisgl_batch.sampling_params import EngineSampling
+from minisgl_batch.engine_sampling import EngineSampling
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from minisgl_batch.batch import IntArray
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.kvcache.base import PrefixHandle
-from minisgl_batch.sampling_params import EngineSampling
 
 
 class ReqState(Enum):

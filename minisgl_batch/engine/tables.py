@@ -11,7 +11,8 @@ import torch
 
 from minisgl_batch.batch import ForwardBatch, IntArray, ScheduledBatch, TableEdits
 from minisgl_batch.engine.transfer import Transfer
-from minisgl_batch.sampling_params import MAX_LOGIT_RULES, EngineSampling
+from minisgl_batch.engine_sampling import EngineSampling
+from minisgl_batch.sampling_params import MAX_LOGIT_RULES
 from minisgl_kernels.adjust_logits import AdjustedRows
 from minisgl_kernels.gumbel import SamplingRows
 

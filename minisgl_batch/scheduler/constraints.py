@@ -51,15 +51,22 @@ class _Row:
         elif not self._marks:
             self._answer()
 
+    def needs_matcher(self) -> bool:
+        return self.lexer is None or (self.grammar.is_crowded(self.lexer) and not self.has_failed)
+
     def begin(self) -> None:
+        """With the lexer that suits best now, where the row is."""
+        if self.lexer is not None:
+            self.grammar.leave(self.lexer)
         self.matcher, self.lexer = self.grammar.begin()
+        self.matcher.consume_tokens(self.taken)  # where that fails, so does the mask
 
     def ask_again(self, mask: IntArray) -> bool:
         """Fill the mask of a row that failed, if it may go on once it has a lexer of its own; whether it does."""
         if self.has_failed or not is_worn_out(self.matcher):
             return False
         assert self.lexer is not None
-        self.matcher, self.lexer = self.grammar.begin_again(self.lexer)
+        self.matcher, self.lexer = self.grammar.leave_worn_out(self.lexer)
         self.matcher.consume_tokens(self.taken)
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         return not self.matcher.is_error()
@@ -151,7 +158,7 @@ class Constraints:
                 masks[line] = self._all
                 continue
             if row.by_grammar:
-                if row.matcher is None:
+                if row.needs_matcher():
                     row.begin()
                 asked.append((row, line))
             else:

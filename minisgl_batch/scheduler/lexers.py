@@ -46,7 +46,7 @@ class Grammar:
         self._make = make
         self._lexers = [Lexer(make())]
         self._num_ordered = 1
-        self._num_rows = 0
+        self._num_rows = self._num_begun = 0
 
     @property
     def problem(self) -> str:
@@ -71,24 +71,35 @@ class Grammar:
         """A row's matcher, and its lexer: the one that the fewest rows have."""
         lexer = min(self._lexers, key=lambda lexer: lexer.num_rows)
         lexer.num_rows += 1
+        self._num_begun += 1
         return lexer.matcher.deep_copy(), lexer
 
-    def begin_again(self, worn_out: Lexer) -> tuple[Any, Lexer]:
-        """The same for a row whose lexer is worn out; it shares the new one with no other row."""
-        worn_out.num_rows -= 1
-        self._drop(worn_out)
+    def is_crowded(self, lexer: Lexer) -> bool:
+        """Whether a row had better leave it and begin elsewhere, such as with a lexer that came later."""
+        return lexer.num_rows * len(self._lexers) > 2 * (self._num_begun + len(self._lexers))
+
+    def leave(self, lexer: Lexer) -> None:
+        """A row that had begun ends, or begins elsewhere."""
+        lexer.num_rows -= 1
+        self._num_begun -= 1
+
+    def leave_worn_out(self, lexer: Lexer) -> tuple[Any, Lexer]:
+        """A row begins elsewhere, with a lexer that no other row has; none begins with the one that is worn out."""
+        self.leave(lexer)
+        self._drop(lexer)
         if not self._lexers:
             self._num_ordered += 1
             self.add_lexer()
-        lexer = Lexer(self._make())
-        lexer.num_rows = 1
-        return lexer.matcher, lexer
+        own = Lexer(self._make())
+        own.num_rows = 1
+        self._num_begun += 1
+        return own.matcher, own
 
     def end(self, lexer: Lexer | None) -> None:
         """A row is gone, which had this lexer if it had begun."""
         self._num_rows -= 1
         if lexer is not None:
-            lexer.num_rows -= 1
+            self.leave(lexer)
             if not lexer.num_rows and len(self._lexers) > 2 * self._num_wanted():  # not at once: more rows may come
                 self._drop(lexer)
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl_batch.batch import BoolArray, IntArray, TableEdits
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.request import Req
-from minisgl_batch.sampling_params import EngineSampling
 
 NO_TOKEN = -1
 

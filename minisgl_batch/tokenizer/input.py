@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeVar
 
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.errors import InvalidParameterError, RequestError
 from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.messages import Constraint, NewPrompt, NewRequest
@@ -20,7 +21,6 @@ from minisgl_batch.sampling_params import (
     MAX_LOGIT_RULES,
     MAX_SEED,
     NEUTRAL,
-    EngineSampling,
     SamplingParams,
     Truncate,
 )

@@ -19,8 +19,8 @@ import numpy as np
 
 from minisgl_batch.bench import SHAPES, Bench
 from minisgl_batch.config import CacheKind, EngineConfig
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.messages import AddRequests, NewPrompt, NewRequest, StepOutput
-from minisgl_batch.sampling_params import EngineSampling
 
 SCORED = EngineSampling(max_tokens=1, num_prompt_logprobs=0)
 Row = tuple[list[int], list[list[int]]]

@@ -20,8 +20,8 @@ import torch
 
 from minisgl_batch.bench import SHAPES, Bench
 from minisgl_batch.config import EngineConfig, Quantization
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.messages import AbortRequests, AddRequests, NewPrompt, NewRequest
-from minisgl_batch.sampling_params import EngineSampling
 
 READ_BYTES_PER_S = 4.3e12
 BATCHES = (1, 8, 64, 256)

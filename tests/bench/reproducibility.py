@@ -20,10 +20,10 @@ import numpy as np
 from minisgl_batch.bench import MAX_ID, SHAPES, _model_folder
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.engine.engine import Engine
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.hub import model_path
 from minisgl_batch.messages import AddRequests, NewPrompt, NewRequest, StepOutput
 from minisgl_batch.models.config import load_model_config
-from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.factory import prefix_cache, scheduler_config
 from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.scheduler.scheduler import Scheduler

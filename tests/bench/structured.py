@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl_batch.bench import SHAPES, Bench
 from minisgl_batch.config import EngineConfig
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.messages import AbortRequests, AddRequests, Constraint, NewPrompt, NewRequest, SetVocabulary
-from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.structured_outputs import StructuredOutputsParams
 from minisgl_batch.tokenizer.grammar import make_grammar
 from tests.bench.decode_step import step_ms

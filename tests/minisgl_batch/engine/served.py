@@ -14,6 +14,7 @@ from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.group import SINGLE, TPGroup
 from minisgl_batch.engine.engine import Engine
 from minisgl_batch.engine.transfer import HostTokens
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.messages import (
     FINISH_REASONS,
     AbortRequests,
@@ -24,7 +25,6 @@ from minisgl_batch.messages import (
     RequestsRefused,
     StepOutput,
 )
-from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.factory import make_scheduler
 from minisgl_batch.scheduler.source import LocalSource
 from minisgl_batch.tokenizer.logprobs import LogprobCollector, prompt_scores, sampled_scores

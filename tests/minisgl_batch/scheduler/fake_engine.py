@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_batch.batch import IntArray, ScheduledBatch
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.kvcache.naive import NaiveCache
 from minisgl_batch.kvcache.radix import RadixCache
 from minisgl_batch.messages import (
@@ -25,7 +26,6 @@ from minisgl_batch.messages import (
     Shutdown,
     StepOutput,
 )
-from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.config import SchedulerConfig
 from minisgl_batch.scheduler.scheduler import Scheduler
 from minisgl_batch.scheduler.source import LocalSource

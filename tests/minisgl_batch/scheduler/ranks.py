@@ -11,6 +11,7 @@ import numpy as np
 from minisgl_batch.batch import ScheduledBatch
 from minisgl_batch.config import EngineConfig
 from minisgl_batch.distributed.group import TPGroup
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.messages import (
     AbortRequests,
     AddRequests,
@@ -21,7 +22,6 @@ from minisgl_batch.messages import (
     StepOutput,
     ToEngine,
 )
-from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler.factory import make_scheduler
 from minisgl_batch.scheduler.source import LocalSource
 from minisgl_batch.scheduler.steps import LaunchedStep

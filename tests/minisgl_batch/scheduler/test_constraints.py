@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits, LLTokenizer
 
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.grammar_check import TOO_COMPLEX, GrammarCheck, syntax_problem
 from minisgl_batch.messages import (
     AbortRequests,
@@ -25,10 +26,10 @@ from minisgl_batch.messages import (
     SetVocabulary,
     Shutdown,
 )
-from minisgl_batch.sampling_params import EngineSampling
 from minisgl_batch.scheduler import compiling
 from minisgl_batch.scheduler.compiling import CompilingSource
 from minisgl_batch.scheduler.constraints import Constraints
+from minisgl_batch.scheduler.lexers import MAX_LEXERS, ROWS_PER_LEXER
 from minisgl_batch.scheduler.source import LocalSource
 from minisgl_batch.structured_outputs import StructuredOutputsParams
 from minisgl_batch.tokenizer.detokenizer import make_detokenizer
@@ -142,6 +143,28 @@ def test_a_complete_text_can_only_end_and_one_at_a_dead_end_must(world: World) -
     assert not world.constraints.take_failures()
     world.constraints.forget([0, 1, 2])
     assert len(world.allowed(1)) == VOCAB
+
+
+def test_rows_go_on_with_lexers_that_come_later(world: World) -> None:
+    pattern = "[a-z]{4}(-[0-9]{2}){6}"
+    uids = list(range(5 * ROWS_PER_LEXER))
+    world.say(vocabulary())
+    world.add(*(prompt(Constraint(grammar(regex=pattern)), uid) for uid in uids))
+    assert world.uids(block=True) == uids
+    texts: dict[int, list[int]] = {uid: [] for uid in uids}
+    while uids:
+        masks = np.zeros((len(uids), -(-VOCAB // 32)), dtype=np.int32)
+        world.constraints.fill(uids, masks)
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        for uid, row in zip(uids, bits, strict=True):
+            texts[uid].append(random.choice(np.flatnonzero(row).tolist()))
+        uids = [uid for uid in uids if texts[uid][-1] != EOS]
+        world.constraints.advance(uids, [texts[uid][-1] for uid in uids])
+        world.source._adding.submit(int).result()  # they are there for the second token
+    rows = world.constraints._rows
+    assert max(row.lexer.num_rows for row in rows.values() if row.lexer) <= 2 * (len(rows) / min(5, MAX_LEXERS) + 1)
+    for tokens in texts.values():
+        assert re.fullmatch(pattern, TOKENIZER.decode(tokens[:-1])), tokens
 
 
 def test_a_row_that_wears_out_its_lexer_fails_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

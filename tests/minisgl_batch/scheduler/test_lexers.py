@@ -36,6 +36,21 @@ def test_rows_have_as_few_others_beside_them_as_can_be() -> None:
     assert {lexer.num_rows for _, lexer in rows} <= {num_rows // num_lexers, -(-num_rows // num_lexers)}
 
 
+def test_rows_that_began_before_their_lexers_came_spread_over_them() -> None:
+    grammar = Grammar(FakeMatcher)
+    for _ in range(num_rows := random.randint(2, 2 * ROWS_PER_LEXER * MAX_LEXERS)):
+        grammar.expect()
+    lexers = [grammar.begin()[1] for _ in range(num_rows)]
+    assert not grammar.is_crowded(lexers[0])
+    num_lexers = 1 + add_lexers(grammar)
+    for _ in range(2):
+        for i, lexer in enumerate(lexers):
+            if grammar.is_crowded(lexer):
+                grammar.leave(lexer)
+                lexers[i] = grammar.begin()[1]
+    assert max(lexer.num_rows for lexer in lexers) <= 2 * (num_rows / num_lexers + 1)
+
+
 def test_lexers_go_with_the_rows() -> None:
     grammar = Grammar(FakeMatcher)
     rows: list[Lexer | None] = []
@@ -58,7 +73,7 @@ def test_a_worn_out_lexer_gets_no_rows() -> None:
         grammar.expect()
     (_, worn_out), (_, also) = grammar.begin(), grammar.begin()
     assert worn_out is also
-    own = [grammar.begin_again(worn_out)[1] for _ in range(2)]
+    own = [grammar.leave_worn_out(worn_out)[1] for _ in range(2)]
     assert worn_out.num_rows == 0
     assert grammar.begin()[1] not in [worn_out, *own]
     for lexer in own:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from minisgl_batch.engine_sampling import EngineSampling
 from minisgl_batch.errors import RequestError
 from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.messages import AddRequests, Constraint, encoder, to_engine_decoder
-from minisgl_batch.sampling_params import EngineSampling, SamplingParams
+from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.structured_outputs import StructuredOutputsParams
 from minisgl_batch.tokenizer import (
     ChatOptions,
