@@ -41,6 +41,7 @@ class Req:
         state, slot: see ReqState; slot is -1 without one.
         prefix: the cached prefix that this request locks.
         num_cached: prompt tokens that the prefix cache had when the request first ran.
+        num_reused: tokens that it had when the request last got a slot; what follows them is the row's own work.
         first_scored: position of the first token of its prompt that is scored, if `scores_prompt`.
         scores_prompt: its prompt has tokens without the log-probabilities that it asks for.
         is_constrained: what comes next in its text may be limited.
@@ -54,6 +55,7 @@ class Req:
         "max_len",
         "num_cached",
         "num_prompt",
+        "num_reused",
         "prefix",
         "sampling",
         "scores_prompt",
@@ -81,7 +83,7 @@ class Req:
         self.state = ReqState.WAITING
         self.slot = -1
         self.prefix: PrefixHandle | None = None
-        self.num_cached = 0
+        self.num_cached = self.num_reused = 0
         self.is_constrained = is_constrained
         self.first_scored = first_scored
         self.scores_prompt = sampling.num_prompt_logprobs >= 0 and self.num_prompt > first_scored

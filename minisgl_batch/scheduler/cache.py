@@ -99,12 +99,18 @@ class CacheManager:
         """
         self.cache_row(req)  # all of it: no later step is launched
         assert req.prefix is not None
-        self._cache.spoil(req.prefix, req.num_cached)
+        self._cache.spoil(req.prefix, req.num_reused)
 
     def release_row(self, req: Req) -> None:
-        """Take all pages of a row that no step in flight names: the computed ones stay cached, the rest is free."""
+        """Take all pages of a row that no step in flight names: the computed ones stay cached, the rest is free.
+
+        A row that goes in the midst of its prompt never showed by a token whether its numbers are any.
+        """
+        if self._table.cached_len[req.slot] < self._table.prompt_end[req.slot]:
+            self.spoil_row(req)
+        else:
+            self.cache_row(req)
         assert req.prefix is not None
-        self.cache_row(req)
         num_shared = req.prefix.num_tokens // self.page_size
         self.free(self._table.page_table[req.slot, num_shared : self._table.num_row_pages(req.slot)].copy())
         self._cache.unlock(req.prefix)

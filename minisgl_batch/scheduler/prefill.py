@@ -127,6 +127,7 @@ class PrefillManager:
             self._cache.unlock(prefix)
             return False
         req.prefix, req.state = prefix, ReqState.RUNNING
+        req.num_reused = prefix.num_tokens
         if len(req.ids) == req.num_prompt:
             req.num_cached = prefix.num_tokens
         self._table.add(req, np.concatenate([pages, self._cache.allocate(num_new)]), prefix.num_tokens)

@@ -87,7 +87,9 @@ def test_rows_that_overflow_fail_and_leave_nothing_behind(
         if kind == "add":
             stem, cut, tail, max_tokens, ignore_eos = value
             harness.add((stem[:cut] + tail or [10])[: config["max_seq_len"] - 1], max_tokens, ignore_eos)
-        elif kind == "tick":
+        elif kind == "abort":
+            harness.abort(value)
+        else:
             for _ in range(value):
                 if harness.pending or harness.source.inbox:
                     harness.tick()
@@ -101,7 +103,24 @@ def test_rows_that_overflow_fail_and_leave_nothing_behind(
         assert (again in harness.refused) == (how == "overflow")
         assert harness.outputs[again] == want
     harness.check_outputs()
-    assert all(harness.expected(uid)[1] != "overflow" for uid in harness.finished)
+    assert all(harness.expected(uid)[1] != "overflow" for uid, how in harness.finished.items() if how != "abort")
+
+
+@LOOPS
+def test_a_row_aborted_in_a_prompt_that_overflows_leaves_nothing_behind(overlap: bool) -> None:
+    """No token of it has told yet that its first piece did."""
+    stem, spoiler = list(range(10, 18)), 30
+    harness = Harness(overlap=overlap, spoiler=spoiler, max_prefill_tokens=12)
+    aborted = harness.add([*stem, spoiler, *stem])
+    harness.tick()
+    harness.abort(aborted)
+    harness.tick()
+    for _ in range(2):
+        good = harness.add([*stem, 40], max_tokens=2)
+        harness.run()
+        assert good in harness.finished
+    harness.check_outputs()
+    assert harness.cached == {1: 0, 2: 8}
 
 
 @LOOPS
