@@ -36,7 +36,7 @@ class MHAKVCache:
         pool = allocate(shape, dtype=dtype, device=device)
         self.dtype = dtype
         # Views, made once: eager steps ask for each several times, and the host takes some microseconds to make one.
-        self._k, self._v = (list(half) for half in pool)
+        self._k, self._v = pool[0].unbind(), pool[1].unbind()
 
     @property
     def dummy_page(self) -> int:

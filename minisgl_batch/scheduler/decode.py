@@ -86,15 +86,21 @@ class DecodeManager:
         num_output = self._table.device_len - self._table.num_prompt
         return min(reqs, key=lambda req: (num_output[req.slot], -req.arrival))
 
-    def expected_growth(self, req: Req) -> int:
-        """Pages that `req`, once admitted, and all rows with a slot are expected to take beyond what they have."""
+    def expected_growth(self) -> int:
+        """Pages that all rows with a slot are expected to take beyond what they have."""
         table = self._table
         used = np.flatnonzero(table.running)
-        length = np.append(np.maximum(table.cached_len[used], table.prompt_end[used]), len(req.ids))
-        num_prompt = np.append(table.num_prompt[used], req.num_prompt)
-        max_len = np.append(table.max_len[used], req.max_len)
+        length = np.maximum(table.cached_len[used], table.prompt_end[used])
+        return self._growth(length, table.num_prompt[used], table.max_len[used])
+
+    def expected_growth_of(self, req: Req) -> int:
+        """The same of a waiting request, once it is admitted."""
+        return self._growth(*np.array([[len(req.ids)], [req.num_prompt], [req.max_len]], dtype=np.int32))
+
+    def _growth(self, length: IntArray, num_prompt: IntArray, max_len: IntArray) -> int:
+        """Pages that rows are expected to take in all, beyond those of their first `length` tokens."""
         expected = num_prompt + np.ceil(self.estimate.ratio * (max_len - num_prompt)).astype(np.int32)
         # A row that outlived the estimate, like any other, may need its next page at once.
         expected = np.minimum(max_len, np.maximum(expected, length + 1))
-        size = table.page_size
+        size = self._table.page_size
         return int((-(-expected // size) - -(-length // size)).sum())

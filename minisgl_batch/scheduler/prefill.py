@@ -86,6 +86,7 @@ class PrefillManager:
         ahead: set[PageKey | None] = set()  # pages that this step computes: what other requests may wait for
         if self._partial is not None:
             budget = self._add_piece(self._partial, budget, pieces, ahead)
+        growth: int | None = None  # pages that rows with a slot will still take
         for req in self._waiting.values():
             if not budget or not self._table.num_free_slots:
                 break
@@ -93,7 +94,10 @@ class PrefillManager:
             page = self._next_page(req, prefix, req.num_cacheable)
             if page is not None and page in ahead:
                 continue  # its prefix is being computed in this very step: in the next one it is in the cache
-            if not self._admit(req, prefix, pages):
+            if growth is None:
+                growth = self._decode.expected_growth()
+            growth += self._decode.expected_growth_of(req)
+            if not self._admit(req, prefix, pages, growth):
                 break
             budget = self._add_piece(req, budget, pieces, ahead)
         for piece in pieces:
@@ -117,12 +121,14 @@ class PrefillManager:
             return None
         return id(prefix.node), req.ids[start : start + size].tobytes()
 
-    def _admit(self, req: Req, prefix: PrefixHandle, pages: IntArray) -> bool:
-        """Give a waiting request a slot, a lock and pages for its whole prompt, if they are there."""
+    def _admit(self, req: Req, prefix: PrefixHandle, pages: IntArray, growth: int) -> bool:
+        """Give a waiting request a slot, a lock and pages for its whole prompt, if they are there.
+
+        `growth`: pages that it and all rows with a slot are expected to take beyond their prompts and outputs so far.
+        """
         self._cache.lock(prefix)  # now, so that its pages don't count as evictable below
         size = self._table.page_size
         num_new = -(-len(req.ids) // size) - len(pages)
-        growth = self._decode.expected_growth(req)
         if num_new + growth > self._cache.num_available_pages and self._table.num_used_slots:
             self._cache.unlock(prefix)
             return False

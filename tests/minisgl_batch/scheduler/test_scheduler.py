@@ -218,6 +218,20 @@ def test_rows_are_admitted_on_their_likely_length() -> None:
     assert max(step.num_decode for step in harness.engine.steps) >= 4
 
 
+def test_expected_growth_of_waiting_rows_is_what_they_add_once_they_run() -> None:
+    harness = Harness(max_running=8, max_prefill_tokens=500, num_pages=500)
+    for _ in range(8):
+        harness.add([random.randrange(10, 50) for _ in range(random.randint(1, 30))], random.randint(2, 30), True)
+    scheduler = harness.scheduler
+    for message in harness.source.receive(block=False):
+        scheduler._handle(message)
+    expected = sum(scheduler.decode.expected_growth_of(req) for req in scheduler._reqs.values())
+    assert scheduler.decode.expected_growth() == 0
+    harness.tick()
+    assert scheduler.table.num_used_slots == 8
+    assert scheduler.decode.expected_growth() == expected
+
+
 def test_rows_of_one_token_say_nothing_about_others() -> None:
     harness = Harness(max_running=4, num_pages=100)
     for _ in range(200):
