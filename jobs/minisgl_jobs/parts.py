@@ -51,7 +51,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_rows: result rows in the part.
         num_failed: input rows with an error among them.
         num_cut: result rows that ended for their length.
-        num_by_error_type: result rows with an error, by its type.
+        num_by_error_type: result rows with an error, by its type; "unknown" in parts from before there were such counts.
         is_whole: whether all rows of the chunk are there, as they are not where a job was canceled.
         prompt_tokens, cached_tokens, completion_tokens: of all of them together.
         engines: what has generated its rows: one, or more where an engine went on with what another one had begun.
@@ -183,6 +183,8 @@ def read_part(path: Place) -> Part:
         info = msgspec.json.decode(metadata[_METADATA_KEY], type=PartInfo)
         if path.name != part_name(info.chunk):
             raise OutputDamagedError(f"{path} is a copy of {part_name(info.chunk)}: remove it")
+        if info.num_failed and not info.num_by_error_type:
+            info = msgspec.structs.replace(info, num_by_error_type={"unknown": info.num_failed})
         return Part(path.name, num_bytes(path), info)
     except (OSError, pa.ArrowException, KeyError, msgspec.DecodeError) as error:
         raise _reading_error(error)(f"{path} isn't a whole part of a dataset: {error}") from error

@@ -410,6 +410,17 @@ def test_manifest_counts_tokens_and_cut_and_failed_texts(tmp_path: Path) -> None
     assert [part.info.num_failed for part in scan_parts(tmp_path)] == [1, 1]
 
 
+def test_failures_of_a_part_from_before_they_were_counted_by_type_are_of_some_type(tmp_path: Path) -> None:
+    """So that they aren't passed over beside others', by which a retry would be of no use."""
+    add_part(tmp_path, 0)
+    table = pq.read_table(tmp_path / part_name(0))
+    info = json.loads(table.schema.metadata[b"minisgl_batch"])
+    del info["num_by_error_type"]
+    described = table.replace_schema_metadata({"minisgl_batch": json.dumps(info | {"num_failed": 2})})
+    pq.write_table(described, tmp_path / part_name(0))
+    assert make(tmp_path, 1, JobState.PARTIAL).num_by_error_type == {"unknown": 2}
+
+
 def test_a_claim_gets_its_job_later(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, 1)
     take_output(tmp_path, spec.job_id, "")
