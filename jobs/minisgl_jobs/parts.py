@@ -51,7 +51,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_rows: result rows in the part.
         num_failed: input rows with an error among them.
         num_cut: result rows that ended for their length.
-        num_by_error_type: result rows with an error, by its type; "unknown" in parts from before there were such counts.
+        num_by_error_type: result rows with an error, by its type; "unknown" in parts from before these counts.
         is_whole: whether all rows of the chunk are there, as they are not where a job was canceled.
         prompt_tokens, cached_tokens, completion_tokens: of all of them together.
         engines: what has generated its rows: one, or more where an engine went on with what another one had begun.
