@@ -20,12 +20,14 @@ class ReqState(Enum):
     WAITING: has no slot.
     RUNNING: has a slot, pages and a lock; its prompt may still be in computation.
     DRAINING: will run no more, but a step in flight may name it; keeps slot and pages until none does.
+    RETURNING: as draining, but it goes back to waiting then.
     FREED: holds nothing.
     """
 
     WAITING = auto()
     RUNNING = auto()
     DRAINING = auto()
+    RETURNING = auto()
     FREED = auto()
 
 
@@ -41,7 +43,8 @@ class Req:
         state, slot: see ReqState; slot is -1 without one.
         prefix: the cached prefix that this request locks.
         num_cached: prompt tokens that the prefix cache had when the request first ran.
-        num_reused: tokens that it had when the request last got a slot; what follows them is the row's own work.
+        num_reused: tokens in pages that others computed; what follows them is the row's own work.
+        is_alone: it takes nothing from the prefix cache and leaves nothing there.
         first_scored: position of the first token of its prompt that is scored, if `scores_prompt`.
         scores_prompt: its prompt has tokens without the log-probabilities that it asks for.
         is_constrained: what comes next in its text may be limited.
@@ -51,6 +54,7 @@ class Req:
         "arrival",
         "first_scored",
         "ids",
+        "is_alone",
         "is_constrained",
         "max_len",
         "num_cached",
@@ -84,6 +88,7 @@ class Req:
         self.slot = -1
         self.prefix: PrefixHandle | None = None
         self.num_cached = self.num_reused = 0
+        self.is_alone = False
         self.is_constrained = is_constrained
         self.first_scored = first_scored
         self.scores_prompt = sampling.num_prompt_logprobs >= 0 and self.num_prompt > first_scored
@@ -94,6 +99,8 @@ class Req:
 
         The last token is always computed, and so is the one before each that is scored.
         """
+        if self.is_alone:
+            return 0
         return (self.first_scored if self.scores_prompt else len(self.ids)) - 1
 
     def __repr__(self) -> str:

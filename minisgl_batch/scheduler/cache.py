@@ -74,6 +74,8 @@ class CacheManager:
         Where another row was first, the row goes over to the cache's pages before its own duplicates are freed.
         """
         assert req.prefix is not None
+        if req.is_alone:
+            return
         table, slot = self._table, req.slot
         num_pages = int(table.cached_len[slot]) // self.page_size
         num_shared = req.prefix.num_tokens // self.page_size
@@ -88,6 +90,7 @@ class CacheManager:
         if duplicates.any():
             table.set_pages(slot, num_shared, cached)
             self.free(own[duplicates])
+            req.num_reused = (num_shared + 1 + int(duplicates.nonzero()[0][-1])) * self.page_size
         self._cache.lock(prefix)
         self._cache.unlock(req.prefix)
         req.prefix = prefix

@@ -115,9 +115,9 @@ class PrefillManager:
         return budget - piece.num_tokens
 
     def _next_page(self, req: Req, prefix: PrefixHandle, end: int) -> PageKey | None:
-        """Where the cache would file the first page after `prefix`; None unless that page is whole before `end`."""
+        """Where the cache would file the first page after `prefix`, if it does and that page is whole before `end`."""
         start, size = prefix.num_tokens, self._table.page_size
-        if prefix.node is None or start + size > end:
+        if prefix.node is None or req.is_alone or start + size > end:
             return None
         return id(prefix.node), req.ids[start : start + size].tobytes()
 

@@ -271,14 +271,23 @@ class Scheduler:
         self._release_drained(batch.slots)
 
     def _fail(self, slots: IntArray, positions: IntArray) -> None:
-        """End the rows among these that still run: their logits for the tokens at `positions` aren't finite."""
+        """End the rows among these that still run: their logits for the tokens at `positions` aren't finite.
+
+        Pages that others computed may hold what overflowed in the others' tokens: rows with such pages run once more,
+        with none but their own.
+        """
         failures = []
         for slot, position in zip(slots.tolist(), positions.tolist(), strict=True):
             req = self.table.reqs[slot]
             if req is None:
                 continue  # its prompt was enough
             self.cache.spoil_row(req)
-            if req.state is ReqState.RUNNING:
+            if req.state is not ReqState.RUNNING:
+                continue
+            if req.num_reused:
+                req.ids = self.table.tokens[slot, : max(position, len(req.ids))].copy()
+                self._drain(req, ReqState.RETURNING)
+            else:
                 failures.append((req.uid, overflow.reason(position + 1 - req.num_prompt, self.config.dtype)))
                 self._drain(req)
         if failures:
@@ -327,9 +336,9 @@ class Scheduler:
 
     # ----------------------------------------------------------- ends of rows
 
-    def _drain(self, req: Req) -> None:
+    def _drain(self, req: Req, state: ReqState = ReqState.DRAINING) -> None:
         """Run the row no more; free it now, or when the step in flight that names it is done."""
-        req.state = ReqState.DRAINING
+        req.state = state
         self._stop_running(req)
         if not self.table.in_flight[req.slot]:
             self._free(req)
@@ -342,7 +351,11 @@ class Scheduler:
 
     def _free(self, req: Req) -> None:
         self._take_slot(req)
-        self._forget(req)
+        if req.state is ReqState.RETURNING:
+            req.is_alone = True
+            self._wait_again(req)
+        else:
+            self._forget(req)
 
     def _retract(self, req: Req) -> None:
         """Put a running row back on the waiting list with the tokens it has. No step is in flight."""
@@ -352,6 +365,9 @@ class Scheduler:
         self._stop_running(req)
         req.ids = self.table.tokens[req.slot, : self.table.device_len[req.slot]].copy()
         self._take_slot(req)
+        self._wait_again(req)
+
+    def _wait_again(self, req: Req) -> None:
         req.state = ReqState.WAITING
         self.prefill.requeue(req)
 

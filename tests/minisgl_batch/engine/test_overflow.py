@@ -144,6 +144,23 @@ def test_what_is_cached_of_a_row_that_overflowed_is_used_no_more(model: Path, de
 
 
 @LOOPS
+def test_rows_with_the_same_first_tokens_dont_fail_with_it(model: Path, device: Device, overlap: bool) -> None:
+    """Also where its step is in flight when theirs begins, in which its numbers are theirs."""
+    engine = served(model, device, overlap=overlap, num_pages=256)
+    stem, greedy = good_prompt(40), {"temperature": 0.0}
+    scored = {"num_logprobs": 1, "temperature": 0.5, "seed": 1, "presence_penalty": 1.0}
+    rows = [([*stem, *good_prompt(4)], sampling) for sampling in (greedy, scored, greedy)]
+    alone = run(engine, *rows)
+    engine.scheduler.cache.reset()
+    failed, *uids = run(engine, ([*stem, SPOILER], greedy), *rows)
+    check_failed(engine, failed, "at output token 1")
+    for uid, was in zip(uids, alone, strict=True):
+        assert engine.finished[uid] == "length"
+        if device["device"] == "cpu":  # on a GPU rounding depends on the batch
+            assert engine.outputs[uid] == engine.outputs[was]
+
+
+@LOOPS
 def test_scores_that_arent_numbers_fail_their_row(model: Path, device: Device, overlap: bool) -> None:
     """Those of a prompt, and of a given continuation."""
     engine = served(model, device, overlap=overlap, max_prefill_tokens=16)
