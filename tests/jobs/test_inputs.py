@@ -584,7 +584,7 @@ def test_columns_called_as_settings_may_be_data(name: str, transport: Any, tmp_p
         assert all_rows(chunks) == [Row(row_index=i, prompt=f"a{i}") for i in range(4)]
         assert chunks[1].kept is not None
         assert chunks[1].kept["input_metadata"].to_pylist() == ["text"]
-    with pytest.raises(InvalidParameterError, match="settings: can be left only beside"):
+    with pytest.raises(InvalidParameterError, match="settings=False: needs one of `prompt_column`"):
         ReadOptions(settings=False)
 
 
