@@ -19,6 +19,7 @@ from minisgl_batch.config import CacheKind, Dtype, EngineConfig, KVCacheDtype, Q
 from minisgl_batch.errors import RequestError, UsageError
 from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.hub import model_path
+from minisgl_batch.interrupts import interrupts_held
 from minisgl_batch.llm_call import Call
 from minisgl_batch.messages import (
     AbortRequests,
@@ -61,6 +62,9 @@ class LLM:
         ModelError: the model can't be found or loaded, or doesn't fit into memory.
         InvalidParameterError: an option has a value that can't be used; names it.
         WorkerError: a rank failed or died; so do `generate`, `chat` and `stream`, and the LLM is of no more use.
+
+    Ctrl-C ends a call between two steps, and the next call works; a second one during the same step leaves the step at
+    once, and then the LLM is of no more use.
     """
 
     def __init__(
@@ -278,50 +282,60 @@ class LLM:
             job_seed=self._seed,
             check=self._grammar_check,
         )
-        for index, resolved in enumerate(requests):
-            if isinstance(resolved, RequestError):
-                self._outputs.abort(call.uids())  # nobody waits for the prompts before it
-                raise RequestError(resolved.error_type, f"prompt {index}: {resolved}") from resolved
-            message = resolved.message(self._next_uid)
-            call.add(message, self._outputs.add_prompt(message, resolved), resolved.prompt_ids.tolist())
-            self._next_uid += len(message.requests)
+        try:
+            for index, resolved in enumerate(requests):
+                if isinstance(resolved, RequestError):
+                    raise RequestError(resolved.error_type, f"prompt {index}: {resolved}") from resolved
+                message = resolved.message(self._next_uid)
+                self._next_uid += len(message.requests)
+                call.add(message, self._outputs.add_prompt(message, resolved), resolved.prompt_ids.tolist())
+        except BaseException:
+            self._outputs.abort(call.uids())  # nobody waits for the prompts before it
+            raise
         self._num_prompts += len(inputs)
         return call
 
     def _run(self, call: Call, *, watch: bool = False) -> Iterator[OutputEvents]:
         """Drive the engine until every request of `call` has ended."""
         left = call.uids()
-        if not self._has_given_vocabulary and any(prompt.constraint is not None for prompt in call.messages):
-            self._inbox.append(self.tokenizer.vocabulary())
-            self._has_given_vocabulary = True
-        self._inbox.append(AddRequests(call.messages))
-        if watch:
-            for uid in left:
-                self._outputs.watch(uid)
         try:
+            self._begin(call, watch)
             while left:
                 for events in self._tick():
                     left.difference_update(sample.uid for sample in events.finished)
                     yield events
         finally:
-            aborts = self._outputs.abort(left).aborts
-            if self._engine.is_usable:
-                self._inbox.append(AbortRequests(sorted(aborts)))
-                for _ in self._tick():
-                    pass  # answers to what was just aborted
+            with interrupts_held():
+                aborts = self._outputs.abort(left).aborts
+                if self._engine.is_usable:
+                    self._inbox.append(AbortRequests(sorted(aborts)))
+                    self._tick()  # its events are answers to what was just aborted
 
-    def _tick(self) -> Iterator[OutputEvents]:
-        for message in self._engine.tick():
-            match message:
-                case StepOutput():
-                    events = self._outputs.process(message, time.perf_counter())
-                case RequestsRefused():
-                    events = self._outputs.refuse(message)
-                case Ready():
-                    continue
-            if events.aborts:
-                self._inbox.append(AbortRequests(events.aborts))
-            yield events
+    def _begin(self, call: Call, watch: bool) -> None:
+        if not self._has_given_vocabulary and any(prompt.constraint is not None for prompt in call.messages):
+            self._inbox.append(self.tokenizer.vocabulary())
+            self._has_given_vocabulary = True
+        self._inbox.append(AddRequests(call.messages))
+        if watch:
+            for uid in call.uids():
+                self._outputs.watch(uid)
+
+    def _tick(self) -> list[OutputEvents]:
+        """One tick, and what came of it. An interrupt waits for its end, so that the engine can go on."""
+        found = []
+        with interrupts_held():
+            for message in self._engine.tick():
+                match message:
+                    case StepOutput():
+                        events = self._outputs.process(message, time.perf_counter())
+                    case RequestsRefused():
+                        events = self._outputs.refuse(message)
+                    case Ready():
+                        continue
+                if events.aborts:
+                    self._inbox.append(AbortRequests(events.aborts))
+                found.append(events)
+        return found
 
 
 def _refuse(others: dict[str, Any], method: Callable[..., Any]) -> None:
