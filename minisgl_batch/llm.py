@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig, KVCacheDtype, Quantization
@@ -34,7 +34,7 @@ from minisgl_batch.other_fields import no_such, refuse_others
 from minisgl_batch.outputs import RequestOutput, StreamEvent
 from minisgl_batch.progress_bar import progress_bar
 from minisgl_batch.prompts import Prompts, as_chats, as_prompts
-from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
+from minisgl_batch.sampling_params import CHAT_OPTIONS, MAX_SEED, SamplingParams, Truncate
 from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
     ModelTokenizer,
@@ -46,6 +46,14 @@ from minisgl_batch.tokenizer import (
 from minisgl_batch.words import count
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+
+# What to do about arguments that methods haven't.
+_IN_PARAMS = {field: f"give SamplingParams({field}=...)" for field in SamplingParams.__struct_fields__}
+_BESIDE_CHOICES = {
+    **dict.fromkeys(SamplingParams.__struct_fields__, "remove it, as nothing is generated"),
+    **{field: f"use generate with SamplingParams(choices=..., {field}=...)" for field in CHAT_OPTIONS},
+    "sampling_params": "use generate with SamplingParams(choices=...)",
+}
 
 
 class LLM:
@@ -159,7 +167,7 @@ class LLM:
             RequestError: a prompt can't be served, such as one longer than the context; names it. Nothing has run, but
                 where a grammar takes too much time or memory.
         """
-        _refuse(others, LLM.generate)
+        refuse_others(others, LLM.generate, _IN_PARAMS)
         return self._generate(as_prompts(prompts), sampling_params, progress)
 
     def chat(
@@ -183,7 +191,7 @@ class LLM:
             UsageError: it is something else, or an argument has a value that can't be used.
             RequestError: as `generate`.
         """
-        _refuse(others, LLM.chat)
+        refuse_others(others, LLM.chat, _IN_PARAMS)
         chats = as_chats(messages)
         options = SamplingParams(
             tools=None if tools is None else tuple(tools),
@@ -198,6 +206,7 @@ class LLM:
         prompts: Prompts,
         choices: Sequence[str] | Sequence[Sequence[str]],
         *,
+        truncate: Truncate | None = None,
         progress: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
@@ -206,20 +215,20 @@ class LLM:
         Args:
             prompts: as `generate`.
             choices: continuations of each prompt, or a list of them for each one.
+            truncate: "left" or "right" makes room for the longest choice in a prompt that is too long.
             progress: as `generate`.
 
         Returns:
             Of each prompt one output, whose `choices` are scored and whose `text` is the most probable one.
 
         Raises:
-            UsageError: the choices can't be used.
+            UsageError: the choices or `truncate` can't be used.
             RequestError: as `generate`.
         """
-        _refuse(others, LLM.score)
+        refuse_others(others, LLM.score, _BESIDE_CHOICES)
         inputs = as_prompts(prompts)
-        return self._generate(
-            inputs, [SamplingParams(choices=texts) for texts in _each(choices, len(inputs))], progress
-        )
+        layers = [SamplingParams(choices=texts, truncate=truncate) for texts in _each(choices, len(inputs))]
+        return self._generate(inputs, layers, progress)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamEvent]:
         """Generate for all prompts, and yield text as it comes. A caller who leaves early ends what still runs.
@@ -336,10 +345,6 @@ class LLM:
                     self._inbox.append(AbortRequests(events.aborts))
                 found.append(events)
         return found
-
-
-def _refuse(others: dict[str, Any], method: Callable[..., Any]) -> None:
-    refuse_others(others, method, SamplingParams.__struct_fields__, "SamplingParams")
 
 
 def _close(engine: LocalEngine, check: GrammarCheck) -> None:
