@@ -47,7 +47,7 @@ def model_path(model: str, revision: str | None = None, *, weights: bool = True)
     if revision is not None and _is_here(model):
         raise InvalidParameterError("revision", f"{model!r} is no hub id, and nothing else has revisions: leave it out")
     if model == DEMO_MODEL:
-        return Path(str(files("minisgl_batch") / "demo" / "model"))
+        return _demo_folder()
     if model.lower() == DEMO_MODEL:
         raise ModelNotFoundError(f'there is no model {model!r}; did you mean "{DEMO_MODEL}"?')
     folder = Path(model).expanduser()
@@ -57,6 +57,13 @@ def model_path(model: str, revision: str | None = None, *, weights: bool = True)
         raise ModelNotFoundError(f"no model folder at {folder}")
     name, revision = _split(model, revision)
     return _with_config(_download(name, revision, _TEXT_FILES + _WEIGHT_FILES if weights else _TEXT_FILES))
+
+
+def folder_here(model: str) -> Path | None:
+    """The folder of a model that is no hub id, whatever is in it; None for others, of which nothing is looked up."""
+    if not _is_here(model):
+        return None
+    return _demo_folder() if model == DEMO_MODEL else Path(model).expanduser()
 
 
 def commit_of(path: Path) -> str | None:
@@ -99,6 +106,10 @@ def folder_of(model: str, revision: str | None) -> str:
     """
     path = model_path(model, revision)
     return model if _is_here(model) else str(path)
+
+
+def _demo_folder() -> Path:
+    return Path(str(files("minisgl_batch") / "demo" / "model"))
 
 
 def _is_here(model: str) -> bool:

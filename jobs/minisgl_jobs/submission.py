@@ -61,6 +61,7 @@ class Submission:
         overwrite: whether a dataset in the output folder is to be removed.
         faults: of rows that are recorded as error rows.
         models: models that OpenAI lines name, the first few; the job runs on its own.
+        has_tools: whether the job or a row has tools.
         examples: its first rows.
         resumption: what of the job is in the output already; None when it begins anew.
     """
@@ -71,6 +72,7 @@ class Submission:
         self.overwrite = overwrite
         self.faults: FaultLog = rows.reader.faults
         self.models: list[str] = rows.reader.models
+        self.has_tools = bool(spec.params.tools) or rows.has_tools
         self.examples: list[Row] = rows.examples
         self._checked = rows
         self._chunks = rows.values if spec.reference is None else rows.references
@@ -284,6 +286,7 @@ class _CheckedRows:
         is_reference: whether the references are to be used.
         kept: types of the kept columns.
         asked: which of the fields that make columns of their own some row has.
+        has_tools: whether some row has tools.
     """
 
     def __init__(
@@ -309,10 +312,12 @@ class _CheckedRows:
             raise InvalidParameterError("by_reference", f"workers can't read {name} themselves: give a file")
         self.hashes: list[bytes] = []
         self.asked: set[str] = set()
+        self.has_tools = False
         try:
             for rows in iter_chunks(self.reader.rows(records, source), chunk_rows):
                 self.examples += rows[: NUM_EXAMPLES - len(self.examples)]
                 self.asked.update(*(_columns_of(row.params) for row in rows))
+                self.has_tools = self.has_tools or any(row.params.tools for row in rows)
                 kept = self.reader.kept.take()
                 sha256 = chunk_sha256(rows, kept)
                 self.hashes.append(bytes.fromhex(sha256))

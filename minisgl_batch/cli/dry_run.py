@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from minisgl_batch.cli.console import print_fields, print_line, show_num_left_out, talk
+from minisgl_batch.cli.job_checks import warn_of_dropped_tools
 from minisgl_batch.cli.service import open_client
 from minisgl_batch.engine_extra import missing_engine_modules
 from minisgl_batch.errors import InvalidParameterError, ModelError, RedisUnavailableError, RequestError
@@ -70,7 +71,11 @@ def dry_run(submission: Submission, redis_url: str | None, *, max_faults: int, a
     missing = missing_engine_modules()
     workers = () if missing else _workers(redis_url, spec.model)
     commits = {str(worker.description["revision"]) for worker in workers if "revision" in worker.description}
-    tokens = None if missing else count_tokens(submission, _tokenizer_folder(spec.model, commits), max_faults)
+    tokens = None
+    if not missing:
+        folder = _tokenizer_folder(spec.model, commits)
+        warn_of_dropped_tools(submission, folder)
+        tokens = count_tokens(submission, folder, max_faults)
     all_good = not submission.faults.num_faults and not (tokens and tokens.num_refused)
     rate = sum(worker.tokens_per_s for worker in workers)
     if as_json:

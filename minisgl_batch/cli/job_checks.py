@@ -1,18 +1,26 @@
-"""Finds out before a job is queued that no worker could use its options, where the engine is installed.
+"""Finds out before a job is queued that no worker could use its options, where the engine or the model is here.
 
-What rows ask for themselves is left to the worker. Called where the options of a job are read.
+What rows ask for themselves is left to the worker, which refuses such rows, but for tools, which it can only drop.
+Called where the options of a job are read, or a job is queued.
 """
 
 from __future__ import annotations
 
-from contextlib import closing
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
 
+from minisgl_batch.cli.console import talk
 from minisgl_batch.engine_extra import missing_engine_modules
 from minisgl_batch.errors import InvalidParameterError, RequestError
 from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.hub import model_path
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.structured_outputs import StructuredOutputsParams
+from minisgl_jobs.submission import Submission
 
 
 def grammar_problem(asked: StructuredOutputsParams) -> str:
@@ -43,3 +51,24 @@ def check_biases(params: SamplingParams, model: str, revision: str | None) -> No
     vocab_size = read_model_defaults(model_path(model, revision, weights=False)).vocab_size
     if problem := bias_problem(params.logit_bias, vocab_size):
         raise InvalidParameterError("logit_bias", problem)
+
+
+def warn_of_dropped_tools(submission: Submission, folder: Path) -> None:
+    """Say it when the chat template in a model's folder, if there is one, takes no notice of tools that were given."""
+    templates = list(_chat_templates(folder)) if submission.has_tools else []
+    if templates and not any(re.search(r"\btools\b", template) for template in templates):
+        talk(
+            f"warning: the chat template of {submission.spec.model} has no tools in it: the model won't see those given"
+        )
+
+
+def _chat_templates(folder: Path) -> Iterator[str]:
+    """All that a model has, wherever transformers looks for them; what can't be read, loading the model tells."""
+    for path in (*folder.glob("*.jinja"), *folder.glob("additional_chat_templates/*.jinja")):
+        with suppress(OSError):
+            yield path.read_text(encoding="utf-8", errors="replace")
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        with suppress(OSError, ValueError, RecursionError):
+            found: Any = json.loads((folder / name).read_text(encoding="utf-8"))
+            if isinstance(found, dict) and (template := found.get("chat_template")):
+                yield template if isinstance(template, str) else json.dumps(template)  # several: a list of objects

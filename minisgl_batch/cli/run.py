@@ -14,7 +14,7 @@ from typing import IO, Any, NoReturn
 import click
 
 from minisgl_batch.cli.console import INTERRUPTED, print_json, talk
-from minisgl_batch.cli.job_checks import check_biases
+from minisgl_batch.cli.job_checks import check_biases, warn_of_dropped_tools
 from minisgl_batch.cli.local_worker import LocalWorker
 from minisgl_batch.cli.options import (
     engine_options,
@@ -35,6 +35,7 @@ from minisgl_batch.cli.worker import describe_engine, worker_options
 from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.engine_extra import require_engine
 from minisgl_batch.errors import JobStateError, OutputError, RedisUnavailableError, WorkerError
+from minisgl_batch.hub import model_path
 from minisgl_jobs.folder_lock import lock_folder
 from minisgl_jobs.keys import is_job_id
 from minisgl_jobs.model import JobSpec
@@ -75,6 +76,8 @@ def run(
         _sigterm_as_interrupt(),
     ):
         tell_of_input(submission)
+        if submission.has_tools:
+            warn_of_dropped_tools(submission, model_path(options["model"], options["revision"], weights=False))
         resumption, is_interrupted = submission.resumption, False
         if resumption is not None and resumption.is_complete:  # no worker is needed for that
             status = dataset_status(submission.spec)

@@ -9,6 +9,7 @@ import click
 
 from minisgl_batch.cli.console import print_json, show_faults, talk
 from minisgl_batch.cli.dry_run import dry_run
+from minisgl_batch.cli.job_checks import warn_of_dropped_tools
 from minisgl_batch.cli.options import (
     input_options,
     job_shell_complete,
@@ -26,6 +27,7 @@ from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.times import parse_moment
 from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.client.advice import warn_if_unserved
+from minisgl_batch.hub import folder_here
 from minisgl_batch.words import count
 from minisgl_jobs.model import Priority
 from minisgl_jobs.resume import Resumption
@@ -119,6 +121,8 @@ def _tell_of_job(client: Client, status: JobStatus, submission: Submission) -> N
     if status.is_held:
         talk(f"it waits for {status.waiting}")
     warn_if_unserved(spec.model, client.workers())
+    if (folder := folder_here(spec.model)) is not None:
+        warn_of_dropped_tools(submission, folder)
 
 
 def _wait(job: JobHandle) -> JobStatus:

@@ -65,6 +65,57 @@ def test_tokens_are_those_of_a_worker(
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+NO_TOOLS = "warning: the chat template of {} has no tools in it: the model won't see those given\n"
+
+
+@pytest.mark.usefixtures("client")
+def test_tools_that_the_template_drops_are_told(run_cli: RunCli, tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    with_tools = write_rows(tmp_path / "with.jsonl", [chat, {**chat, "tools": TOOLS}])
+    without = write_rows(tmp_path / "without.jsonl", [chat, {**chat, "tools": []}])
+    for arguments, expected in (
+        ([with_tools, "--dry-run"], True),
+        ([without, "--dry-run"], False),
+        ([without, "--dry-run", "--tools", "tools.json"], True),
+        ([with_tools], True),
+        ([without], False),
+    ):
+        result = run_cli("submit", *arguments, "--model", "demo")
+        assert (NO_TOOLS.format("demo") in result.stderr) == expected
+        assert result.stderr.count("has no tools") == expected
+        if "--dry-run" not in arguments:
+            run_cli("cancel", result.stdout.strip())
+
+
+@pytest.mark.usefixtures("client")
+@pytest.mark.parametrize(
+    ("files", "is_told"),
+    [
+        ({}, False),
+        ({"chat_template.jinja": "{{ messages }}{{ my_tools }}"}, True),
+        ({"chat_template.jinja": "{% if tools %}"}, False),
+        ({"chat_template.jinja": "{{ messages }}", "additional_chat_templates/tool_use.jinja": "{{ tools }}"}, False),
+        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, True),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": "tool_use", "template": "{{ tools }}"}]}'}, False),
+        ({"tokenizer_config.json": "[", "chat_template.json": '{"chat_template": "{{ messages }}"}'}, True),
+        ({"tokenizer_config.json": "[]"}, False),
+    ],
+)
+def test_templates_are_found_where_models_have_them(
+    run_cli: RunCli, tmp_path: Path, files: dict[str, str], is_told: bool
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    source = write_rows(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}])
+    result = run_cli("submit", source, "--model", "./model")
+    assert (NO_TOOLS.format("./model") in result.stderr) == is_told
+    run_cli("cancel", result.stdout.strip())
+
+
 def test_how_many_are_too_long_and_rows_of_one_token(
     run_cli: RunCli, tmp_path: Path, tokenizer: ModelTokenizer
 ) -> None:
