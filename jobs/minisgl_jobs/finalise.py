@@ -207,9 +207,8 @@ def _manifest(job: FinalisingJob, folder: Place, damage: str) -> Manifest:
     state, reason = _outcome(job, parts, damage)
     rows_ok, rows_error = job.rows_ok, job.rows_error
     if not state.is_complete:
-        parts, rows_ok, rows_error = _whats_there(
-            folder, job.spec, [p for p in parts if p.info.job_id == job.spec.job_id]
-        )
+        ours = [part for part in parts if part.info.job_id == job.spec.job_id]
+        parts, rows_ok, rows_error = _whats_there(folder, job.spec, ours)
     return make_manifest(
         job.spec,
         parts,
@@ -224,7 +223,7 @@ def _manifest(job: FinalisingJob, folder: Place, damage: str) -> Manifest:
 def _whats_there(folder: Place, spec: JobSpec, parts: list[Part]) -> tuple[list[Part], int, int]:
     """The parts of an incomplete job that can be read, and their rows that are ok and not.
 
-    From the data: the queue counts lost chunks, too.
+    From the parts: the queue counts lost chunks, too.
     """
     rows_ok, rows_error, there = 0, 0, []
     for part in parts:
