@@ -55,6 +55,13 @@ class GrammarCheck:
         Args:
             compiles: without, only what is wrong with it by itself is found; `syntax_problem` remembers that.
         """
+        try:
+            return self._problem(grammar, compiles)
+        except BaseException:  # such as an interrupt: the answer that is still to come is no other grammar's
+            self.close()
+            raise
+
+    def _problem(self, grammar: str, compiles: bool) -> str:
         for _ in range(_TRIES):
             process = self._process or self._start()
             assert process.stdin is not None

@@ -12,13 +12,14 @@ from __future__ import annotations
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig, KVCacheDtype, Quantization
 from minisgl_batch.errors import RequestError, UsageError
 from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.hub import model_path
+from minisgl_batch.interrupts import interrupts_held
 from minisgl_batch.llm_call import Call
 from minisgl_batch.messages import (
     AbortRequests,
@@ -33,7 +34,7 @@ from minisgl_batch.other_fields import no_such, refuse_others
 from minisgl_batch.outputs import RequestOutput, StreamEvent
 from minisgl_batch.progress_bar import progress_bar
 from minisgl_batch.prompts import Prompts, as_chats, as_prompts
-from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
+from minisgl_batch.sampling_params import CHAT_OPTIONS, MAX_SEED, SamplingParams, Truncate
 from minisgl_batch.scheduler.local import LocalEngine
 from minisgl_batch.tokenizer import (
     ModelTokenizer,
@@ -45,6 +46,14 @@ from minisgl_batch.tokenizer import (
 from minisgl_batch.words import count
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+
+# What to do about arguments that methods haven't.
+_IN_PARAMS = {field: f"give SamplingParams({field}=...)" for field in SamplingParams.__struct_fields__}
+_BESIDE_CHOICES = {
+    **dict.fromkeys(SamplingParams.__struct_fields__, "remove it, as nothing is generated"),
+    **{field: f"use generate with SamplingParams(choices=..., {field}=...)" for field in CHAT_OPTIONS},
+    "sampling_params": "use generate with SamplingParams(choices=...)",
+}
 
 
 class LLM:
@@ -61,6 +70,9 @@ class LLM:
         ModelError: the model can't be found or loaded, or doesn't fit into memory.
         InvalidParameterError: an option has a value that can't be used; names it.
         WorkerError: a rank failed or died; so do `generate`, `chat` and `stream`, and the LLM is of no more use.
+
+    Ctrl-C ends a call between two steps, and the next call works; a second one during the same step leaves the step at
+    once, and then the LLM is of no more use.
     """
 
     def __init__(
@@ -155,7 +167,7 @@ class LLM:
             RequestError: a prompt can't be served, such as one longer than the context; names it. Nothing has run, but
                 where a grammar takes too much time or memory.
         """
-        _refuse(others, LLM.generate)
+        refuse_others(others, LLM.generate, _IN_PARAMS)
         return self._generate(as_prompts(prompts), sampling_params, progress)
 
     def chat(
@@ -179,7 +191,7 @@ class LLM:
             UsageError: it is something else, or an argument has a value that can't be used.
             RequestError: as `generate`.
         """
-        _refuse(others, LLM.chat)
+        refuse_others(others, LLM.chat, _IN_PARAMS)
         chats = as_chats(messages)
         options = SamplingParams(
             tools=None if tools is None else tuple(tools),
@@ -194,6 +206,7 @@ class LLM:
         prompts: Prompts,
         choices: Sequence[str] | Sequence[Sequence[str]],
         *,
+        truncate: Truncate | None = None,
         progress: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
@@ -202,20 +215,20 @@ class LLM:
         Args:
             prompts: as `generate`.
             choices: continuations of each prompt, or a list of them for each one.
+            truncate: "left" or "right" makes room for the longest choice in a prompt that is too long.
             progress: as `generate`.
 
         Returns:
             Of each prompt one output, whose `choices` are scored and whose `text` is the most probable one.
 
         Raises:
-            UsageError: the choices can't be used.
+            UsageError: the choices or `truncate` can't be used.
             RequestError: as `generate`.
         """
-        _refuse(others, LLM.score)
+        refuse_others(others, LLM.score, _BESIDE_CHOICES)
         inputs = as_prompts(prompts)
-        return self._generate(
-            inputs, [SamplingParams(choices=texts) for texts in _each(choices, len(inputs))], progress
-        )
+        layers = [SamplingParams(choices=texts, truncate=truncate) for texts in _each(choices, len(inputs))]
+        return self._generate(inputs, layers, progress)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[StreamEvent]:
         """Generate for all prompts, and yield text as it comes. A caller who leaves early ends what still runs.
@@ -278,54 +291,60 @@ class LLM:
             job_seed=self._seed,
             check=self._grammar_check,
         )
-        for index, resolved in enumerate(requests):
-            if isinstance(resolved, RequestError):
-                self._outputs.abort(call.uids())  # nobody waits for the prompts before it
-                raise RequestError(resolved.error_type, f"prompt {index}: {resolved}") from resolved
-            message = resolved.message(self._next_uid)
-            call.add(message, self._outputs.add_prompt(message, resolved), resolved.prompt_ids.tolist())
-            self._next_uid += len(message.requests)
+        try:
+            for index, resolved in enumerate(requests):
+                if isinstance(resolved, RequestError):
+                    raise RequestError(resolved.error_type, f"prompt {index}: {resolved}") from resolved
+                message = resolved.message(self._next_uid)
+                self._next_uid += len(message.requests)
+                call.add(message, self._outputs.add_prompt(message, resolved), resolved.prompt_ids.tolist())
+        except BaseException:
+            self._outputs.abort(call.uids())  # nobody waits for the prompts before it
+            raise
         self._num_prompts += len(inputs)
         return call
 
     def _run(self, call: Call, *, watch: bool = False) -> Iterator[OutputEvents]:
         """Drive the engine until every request of `call` has ended."""
         left = call.uids()
-        if not self._has_given_vocabulary and any(prompt.constraint is not None for prompt in call.messages):
-            self._inbox.append(self.tokenizer.vocabulary())
-            self._has_given_vocabulary = True
-        self._inbox.append(AddRequests(call.messages))
-        if watch:
-            for uid in left:
-                self._outputs.watch(uid)
         try:
+            self._begin(call, watch)
             while left:
                 for events in self._tick():
                     left.difference_update(sample.uid for sample in events.finished)
                     yield events
         finally:
-            aborts = self._outputs.abort(left).aborts
-            if self._engine.is_usable:
-                self._inbox.append(AbortRequests(sorted(aborts)))
-                for _ in self._tick():
-                    pass  # answers to what was just aborted
+            with interrupts_held():
+                aborts = self._outputs.abort(left).aborts
+                if self._engine.is_usable:
+                    self._inbox.append(AbortRequests(sorted(aborts)))
+                    self._tick()  # its events are answers to what was just aborted
 
-    def _tick(self) -> Iterator[OutputEvents]:
-        for message in self._engine.tick():
-            match message:
-                case StepOutput():
-                    events = self._outputs.process(message, time.perf_counter())
-                case RequestsRefused():
-                    events = self._outputs.refuse(message)
-                case Ready():
-                    continue
-            if events.aborts:
-                self._inbox.append(AbortRequests(events.aborts))
-            yield events
+    def _begin(self, call: Call, watch: bool) -> None:
+        if not self._has_given_vocabulary and any(prompt.constraint is not None for prompt in call.messages):
+            self._inbox.append(self.tokenizer.vocabulary())
+            self._has_given_vocabulary = True
+        self._inbox.append(AddRequests(call.messages))
+        if watch:
+            for uid in call.uids():
+                self._outputs.watch(uid)
 
-
-def _refuse(others: dict[str, Any], method: Callable[..., Any]) -> None:
-    refuse_others(others, method, SamplingParams.__struct_fields__, "SamplingParams")
+    def _tick(self) -> list[OutputEvents]:
+        """One tick, and what came of it. An interrupt waits for its end, so that the engine can go on."""
+        found = []
+        with interrupts_held():
+            for message in self._engine.tick():
+                match message:
+                    case StepOutput():
+                        events = self._outputs.process(message, time.perf_counter())
+                    case RequestsRefused():
+                        events = self._outputs.refuse(message)
+                    case Ready():
+                        continue
+                if events.aborts:
+                    self._inbox.append(AbortRequests(events.aborts))
+                found.append(events)
+        return found
 
 
 def _close(engine: LocalEngine, check: GrammarCheck) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -160,16 +160,16 @@ def no_such(field: str, what: str, known: frozenset[str]) -> InvalidParameterErr
     return InvalidParameterError(field, f"is no {what}" + (f"; {hint}" if hint else ""))
 
 
-def refuse_others(others: Mapping[str, Any], method: Callable[..., Any], elsewhere: Collection[str], home: str) -> None:
+def refuse_others(others: Mapping[str, Any], method: Callable[..., Any], advice: Mapping[str, str]) -> None:
     """Raise InvalidParameterError for the first of `others`, arguments that a method hasn't.
 
     Args:
-        elsewhere: names of what `home` takes.
+        advice: what to do instead, by name.
     """
     for name in sorted(others):
         what = f"argument of {method.__name__}"
-        if name in elsewhere:
-            raise InvalidParameterError(name, f"is no {what}: give {home}({name}=...)")
+        if name in advice:
+            raise InvalidParameterError(name, f"is no {what}: {advice[name]}")
         raise no_such(name, what, frozenset(inspect.signature(method).parameters))
 
 

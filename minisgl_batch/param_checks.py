@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.words import is_unicode
+
+
+def whole(value: Any) -> Any:
+    """A float that is a whole number, as a column of numbers with gaps has it, as one; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def check_int(field: str, value: object, low: int, high: int) -> None:

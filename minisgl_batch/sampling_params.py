@@ -13,7 +13,15 @@ import msgspec
 
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.other_fields import KnownFields
-from minisgl_batch.param_checks import check_bool, check_choice, check_float, check_int, check_json, check_strings
+from minisgl_batch.param_checks import (
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    check_json,
+    check_strings,
+    whole,
+)
 from minisgl_batch.structured_outputs import StructuredOutputsParams
 
 Truncate: TypeAlias = Literal["error", "left", "right"]
@@ -243,7 +251,7 @@ class SamplingParams(
         for field, limits in WHOLE_FIELDS.items():
             value = getattr(self, field)
             if value is not None and not (value is False and field in _LOGPROBS):
-                check_int(field, value, *limits)
+                check_int(field, whole(value), *limits)
         for field, (low, high, low_open) in REAL_FIELDS.items():
             if (value := getattr(self, field)) is not None:
                 check_float(field, value, low, high, low_open=low_open)
@@ -265,6 +273,9 @@ class SamplingParams(
 
     def _normalise(self) -> None:
         """One form for equal values, so that equal params compare and serialise alike."""
+        for field in WHOLE_FIELDS:
+            if isinstance(value := getattr(self, field), float):
+                msgspec.structs.force_setattr(self, field, whole(value))
         for field in REAL_FIELDS:
             if isinstance(value := getattr(self, field), int):
                 msgspec.structs.force_setattr(self, field, float(value))

@@ -46,10 +46,10 @@ class CsvFile:
             except StopIteration:
                 return
             except csv.Error as error:
-                problem = f"isn't CSV: {error}"
+                problem = f"isn't CSV: {error}{self._lines_taken()}"
                 record = TableRow({}, FieldError("", problem, "close the quotes, and double those inside a cell"))
             except UnicodeDecodeError:
-                record = TableRow({}, FieldError("", "isn't UTF-8", "save the file as UTF-8"))
+                record = TableRow({}, FieldError("", f"isn't UTF-8{self._lines_taken()}", "save the file as UTF-8"))
                 self._text = self._decoded()
                 self._records = csv.reader(self._text, self._records.dialect)
             self.position = self._lines.position
@@ -76,19 +76,25 @@ class CsvFile:
         if not cells:
             return None
         if len(cells) != len(self._columns):
-            problem = f"has {len(cells)} cells, and the header names {len(self._columns)} columns"
+            problem = f"has {len(cells)} cells, and the header names {len(self._columns)} columns{self._lines_taken()}"
             return TableRow({}, FieldError("", problem, "quote cells that hold separators or line breaks"))
         row = dict(zip(self._columns, cells, strict=True))
         values = {name: tidy(field, row[name], is_text=True) for name, field in self._used.items()}
         given = {name: value for name, value in values.items() if value is not None}
         return TableRow(given, cells=tuple(row[name] for name in self._keep))
 
+    def _lines_taken(self) -> str:
+        """Which lines are lost with a record that can't be used, where an open quote has taken more than its own."""
+        return f" (in lines {self.line} to {self._num_lines}, read as one row)" if self._num_lines > self.line else ""
+
     def _header(self) -> list[str]:
         try:
             columns = next(self._records, None)
         except (csv.Error, UnicodeDecodeError) as error:
             raise InvalidInputError(f"{self._lines.name} isn't CSV in UTF-8: {error}") from None
-        if not columns or not all(columns) or len(set(columns)) != len(columns):
+        if columns and "" in columns:
+            raise InvalidInputError(f"{self._lines.name}: {_unnamed_column(columns)}")
+        if not columns or len(set(columns)) != len(columns):
             raise InvalidInputError(
                 f"{self._lines.name} must begin with a line that names its columns, each once; it begins with {columns}"
             )
@@ -98,6 +104,18 @@ class CsvFile:
         for line in self._lines:
             self._num_lines += 1
             yield line.decode("utf-8-sig" if self._num_lines == 1 else "utf-8")
+
+
+def _unnamed_column(columns: list[str]) -> str:
+    """What to do about the first column without a name."""
+    number = columns.index("") + 1
+    if number == 1 and len(columns) > 1:
+        hint = (
+            "pandas writes its index so: to_csv(..., index=False) leaves it out; or name the column in the first line"
+        )
+    else:
+        hint = "name it in the first line, or take the separator away there and in the rows"
+    return f"column {number} has no name: {hint}"
 
 
 def _separator(head: bytes) -> str:

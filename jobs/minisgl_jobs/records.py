@@ -128,26 +128,20 @@ def field_of(column: str, wanted: Mapping[str, str]) -> str:
 def tidy(field: str, value: Any, *, is_text: bool) -> Any:
     """A cell of this field's column as the row reader takes it; None for one that holds nothing.
 
-    Tables have no optional fields, so null, NaN and, in CSV, the empty text are "not given"; numbers that must be whole
-    may be whole floats, as a column with nulls has them; what isn't text in CSV is written as JSON.
+    Tables have no optional fields, so null, NaN and, in CSV, the empty text are "not given"; what isn't text in CSV is
+    written as JSON.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, str):
         if field in _JSON_TEXTS or field in _STRINGS or (field in PARAM_FIELDS and is_text):
-            return _whole(_parsed(field, value))
+            return _parsed(field, value)
         if field in ("metadata", "sampling_params"):
             return _parsed(field, value) if value else None
         return None if is_text and not value and field in ROW_FIELDS and field != "prompt" else value
-    if field in PARAM_FIELDS:
-        value = _whole(value)
     if field in _TEXTS and isinstance(value, int):
         return str(value)
     return without_nulls(value)
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def without_nulls(value: Any) -> Any:

@@ -93,7 +93,8 @@ class ReadOptions:
         if len(given) > 1:
             raise InvalidParameterError(given[0], f"stands beside {given[1]}: give one of them")
         if not self.settings and not given:
-            raise InvalidParameterError("settings", "can be left only beside a template, a prompt or a messages column")
+            needed = "needs one of `prompt_column`, `messages_column` and `template` beside it"
+            raise InvalidParameterError("settings=False", f"{needed}, such as `messages_column` messages")
         if "" in self.keep_columns or len(set(self.keep_columns)) != len(self.keep_columns):
             raise InvalidParameterError("keep_columns", "must be names of columns, each once")
         if self.on_error not in ("fail", "record"):

@@ -24,7 +24,7 @@ from minisgl_jobs.dataset import dataset_job, read_batches, read_manifest
 from minisgl_jobs.export import ENDINGS, EXPORT_FORMATS, ExportFormat, export_rows
 from minisgl_jobs.model import JobState
 from minisgl_jobs.owner import read_owner
-from minisgl_jobs.parts import part_names
+from minisgl_jobs.parts import output_place, part_names
 from minisgl_jobs.places import Place, place
 from minisgl_jobs.stores import url_scheme
 
@@ -74,6 +74,8 @@ def results(
                 found = _of_job(stack.enter_context(open_client(redis_url)).job(source), partial=partial)
             except JobNotFoundError as error:
                 raise JobNotFoundError(f"{error}; and no folder of that name holds a dataset") from error
+        if output is not None:
+            _refuse_inside(found.folder, output)
         if found.state in (JobState.CANCELED, JobState.FAILED):
             talk(f"job {found.job_id} was {found.state.value}: these are the rows that were finished")
         num_written = export_rows(found.batches, export_format, stack.enter_context(_target(output)), chat=found.chat)
@@ -91,6 +93,7 @@ class _Results:
     job_id: str
     state: JobState | None
     chat: bool
+    folder: Place
     batches: Iterator[pa.RecordBatch]
 
 
@@ -98,17 +101,25 @@ def _of_job(job: JobHandle, *, partial: bool) -> _Results:
     status = job.status()
     if not status.state.is_final and not partial:
         raise JobStateError(f"job {job.id} is {status.state.value}: wait for its end, or give --partial")
-    return _Results(job.id, status.state, status.spec.chat, job.batches(partial=partial))
+    spec = status.spec
+    return _Results(job.id, status.state, spec.chat, output_place(spec.output), job.batches(partial=partial))
 
 
 def _of_folder(folder: Place, *, partial: bool) -> _Results:
     manifest = read_manifest(folder)
     if manifest is not None:
-        return _Results(manifest.job_id, manifest.state, manifest.chat, read_batches(folder))
+        return _Results(manifest.job_id, manifest.state, manifest.chat, folder, read_batches(folder))
     if not partial:
         raise OutputError(f"{folder} holds a dataset that isn't finished: --partial writes the parts that are there")
     spec = read_owner(folder)
-    return _Results(dataset_job(folder), None, spec is not None and spec.chat, read_batches(folder))
+    return _Results(dataset_job(folder), None, spec is not None and spec.chat, folder, read_batches(folder))
+
+
+def _refuse_inside(folder: Place, output: str) -> None:
+    """Raise InvalidParameterError for a file in the dataset's own folder, whose readers would get its rows twice."""
+    if isinstance(folder, Path) and Path(os.path.realpath(folder)) in Path(os.path.realpath(output)).parents:
+        reason = f"{output!r} is in the dataset's own folder, {folder}, whose readers would get rows twice"
+        raise InvalidParameterError("output", f"{reason}: write it elsewhere")
 
 
 def _dataset_folder(source: str) -> Place | None:

@@ -74,7 +74,7 @@ class LocalEngine:
             with self._blamed():
                 next(self._loop)
         except BaseException as error:
-            self._left = f"a step was left by {type(error).__name__}: {error}"
+            self._left = f"a step was left by {type(error).__name__}" + (f": {error}" if str(error) else "")
             raise
         self.is_usable = True
         messages = list(self.source.outbox)

@@ -377,12 +377,32 @@ def test_faults_name_file_row_and_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('prompt\na\n"b\nc\nd\ne\n', "isn't CSV: unexpected end of data (in lines 3 to 6, read as one row)"),
+        ('prompt\na\n"b\nc"d\ne\n', """isn't CSV: ',' expected after '"' (in lines 3 to 4, read as one row)"""),
+        (
+            'prompt,n\na,\n"b\nc",1,2\ne,\n',
+            "has 3 cells, and the header names 2 columns (in lines 3 to 4, read as one row)",
+        ),
+        ("prompt\na\nb,c\n", "has 2 cells, and the header names 1 columns"),
+    ],
+)
+def test_a_quote_that_takes_other_lines_names_them(content: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text(content)
+    with prepare(tmp_path / "in.csv", model="m", output=tmp_path / "o", read=ReadOptions(on_error="record")) as job:
+        assert [(fault.line, fault.problem) for fault in job.faults.first] == [(3, problem)]
+
+
+@pytest.mark.parametrize(
     ("files", "words"),
     [
         ({}, "is a folder without files to read"),
         ({"a.jsonl": b'{"prompt": "a"}', "b.csv": b"prompt,x\na,b\n"}, r"b\.csv is of another format"),
         ({"dataset_dict.json": b'{"splits": ["train", "test"]}'}, "several splits: give one of .*/train, .*/test"),
         ({"in.csv": b"prompt,prompt\na,b\n"}, "names its columns, each once"),
+        ({"in.csv": b",prompt\n0,a\n"}, r"in\.csv: column 1 has no name: pandas writes its index so: .*index=False"),
+        ({"in.csv": b"prompt,n,\na,1,\n"}, r"in\.csv: column 3 has no name: name it in the first line"),
         ({"in.parquet": b"PAR1 is not all"}, r"in\.parquet can't be read"),
         ({"in.arrow": b"ARROW1\0\0 neither"}, r"in\.arrow can't be read"),
         ({"in.jsonl": b'[{"prompt": "a"}]'}, "one JSON array"),
@@ -564,7 +584,7 @@ def test_columns_called_as_settings_may_be_data(name: str, transport: Any, tmp_p
         assert all_rows(chunks) == [Row(row_index=i, prompt=f"a{i}") for i in range(4)]
         assert chunks[1].kept is not None
         assert chunks[1].kept["input_metadata"].to_pylist() == ["text"]
-    with pytest.raises(InvalidParameterError, match="settings: can be left only beside"):
+    with pytest.raises(InvalidParameterError, match="settings=False: needs one of `prompt_column`"):
         ReadOptions(settings=False)
 
 

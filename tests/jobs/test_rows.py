@@ -30,6 +30,12 @@ def user(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
+def test_whole_numbers_may_be_floats() -> None:
+    """As pandas' to_json has a column of numbers with gaps."""
+    first, second = read({"prompt": "a", "max_tokens": 4.0, "seed": None}, {"prompt": "b", "logprobs": True, "n": 2.0})
+    assert (first.params, second.params) == (SamplingParams(max_tokens=4), SamplingParams(n=2, logprobs=0))
+
+
 def test_each_shape_of_prompt() -> None:
     messages = [{"role": "system", "content": ""}, {"role": "user", "content": "Ahoj, světe 👩‍💻"}]
     rows = read({"prompt": "안녕"}, {"messages": messages}, {"prompt_token_ids": [0, 7, 2**31 - 1]})

@@ -98,6 +98,8 @@ def test_long_prompts(llm: LLM, reference: tuple[Any, Any], truncate: Any) -> No
     params = SamplingParams(choices=CHOICES, truncate=truncate)
     (output,) = llm.generate(prompt, params, progress=False)
     assert len(output.prompt_token_ids) == 200 - 1 - 7
+    (scored,) = llm.score(prompt, CHOICES, truncate=truncate, progress=False)
+    assert (scored.prompt_token_ids, scored.outputs[0].choices) == (output.prompt_token_ids, output.outputs[0].choices)
     (score, *_) = output.outputs[0].choices or []
     tokenizer, model = reference
     known, ending = split(tokenizer, prompt, CHOICES[0])
@@ -133,11 +135,27 @@ def test_layers_of_parameters() -> None:
         job.over(row)
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("temperature", "remove it, as nothing is generated"),
+        ("tools", "use generate with SamplingParams(choices=..., tools=...)"),
+        ("sampling_params", "use generate with SamplingParams(choices=...)"),
+    ],
+)
+def test_what_score_does_not_take(llm: LLM, name: str, advice: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        llm.score("a", ["yes"], **{name: None})
+    assert (caught.value.field, caught.value.reason) == (name, f"is no argument of score: {advice}")
+
+
 def test_faulty_arguments(llm: LLM) -> None:
     with pytest.raises(UsageError, match="choices: 1 lists were given for 2 prompts"):
         llm.score(["a", "b"], [["yes", "no"]], progress=False)
     with pytest.raises(UsageError, match="choices: must be a list of at least one text"):
         llm.score("a", "yes", progress=False)
+    with pytest.raises(UsageError, match="truncate: must be one of error, left, right, got 'middle'"):
+        llm.score("a", ["yes"], truncate="middle", progress=False)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"choices\[1\]: 'ee' has no tokens of its own behind the prompt"):
         llm.score("One, two, thr", [" and", "ee"], progress=False)
     with pytest.raises(RequestError, match="1024 choices behind a prompt of 5000 tokens come to more than 4194304"):

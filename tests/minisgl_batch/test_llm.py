@@ -323,7 +323,6 @@ def test_wrong_options_are_named(options: dict[str, object], error: type[Excepti
     [
         ("use_tqdm", "is no argument of {}; did you mean progress?"),
         ("Progress", "is no argument of {}; did you mean progress?"),
-        ("temperature", "is no argument of {}: give SamplingParams(temperature=...)"),
         ("lora_request", "is no argument of {}"),
     ],
 )
@@ -331,6 +330,13 @@ def test_arguments_that_there_are_not(llm: LLM, method: str, name: str, problem:
     with pytest.raises(InvalidParameterError) as caught:
         getattr(llm, method)(["a"], ["b"], **{name: False})
     assert (caught.value.field, caught.value.reason) == (name, problem.format(method))
+
+
+@pytest.mark.parametrize("method", ["generate", "chat"])
+def test_sampling_parameters_are_no_arguments(llm: LLM, method: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        getattr(llm, method)(["a"], temperature=0)
+    assert str(caught.value) == f"temperature: is no argument of {method}: give SamplingParams(temperature=...)"
 
 
 def test_a_closed_llm_says_so() -> None:

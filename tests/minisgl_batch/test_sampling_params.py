@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_batch.errors import InvalidParameterError, UsageError
-from minisgl_batch.sampling_params import NEUTRAL, SamplingParams
+from minisgl_batch.sampling_params import NEUTRAL, WHOLE_FIELDS, SamplingParams
 from minisgl_batch.structured_outputs import StructuredOutputsParams
 
 FIELDS = SamplingParams.__struct_fields__
@@ -112,6 +112,18 @@ def test_anything_else_is_refused_by_the_fields_name(field: str, value: Any) -> 
     assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
 
 
+@given(st.sampled_from(sorted(WHOLE_FIELDS)), st.data())
+def test_whole_floats_are_whole_numbers(field: str, data: st.DataObject) -> None:
+    """As pandas has columns of numbers with gaps."""
+    low, high = WHOLE_FIELDS[field]
+    number = data.draw(st.integers(low, min(high, 1 << 53)))
+    params = SamplingParams(**{field: float(number)})
+    assert type(getattr(params, field)) is int
+    assert params == SamplingParams(**{field: number})
+    with pytest.raises(InvalidParameterError, match="must be a whole number"):
+        SamplingParams(**{field: number % 1000 + 0.5})
+
+
 @pytest.mark.parametrize(
     ("field", "values"),
     [
@@ -142,7 +154,7 @@ def test_anything_else_is_refused_by_the_fields_name(field: str, value: Any) -> 
         ("tools", ["x", {}, ["x"], [{"x": math.nan}], [{"x": 1 << 64}], [{1: 2}], [{"x": "\ud800"}], [{"x": {1, 2}}]]),
         ("chat_template_kwargs", ["x", [], {"tools": []}, {"tokenize": True}, {"x": 1 << 64}, {1: 2}, {"x": (1,)}]),
         ("row_timeout", [0, -1, math.inf, "5", True]),
-        ("repetition_guard", [0, 15, 16.0, True]),
+        ("repetition_guard", [0, 15, 16.5, True]),
         ("continue_final_message", [1, "yes"]),
         ("bad_words", [5, [5], [""], "", ["\ud800"], ["a"] * 2049]),
     ],

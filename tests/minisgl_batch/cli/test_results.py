@@ -137,6 +137,23 @@ def test_a_folder_in_place_of_a_job(
     run_cli("results", "empty", code=4)  # a job, for all that is known
 
 
+def test_nothing_is_written_into_the_datasets_own_folder(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    with EchoWorker(client):
+        job_id = submit(["a"], "--wait")
+    (tmp_path / "folder").symlink_to("out")
+    (tmp_path / "file.parquet").symlink_to("out/all.parquet")
+    (tmp_path / "out" / "sub").mkdir()
+    before = sorted(os.listdir("out"))
+    for source in (job_id, "out", "folder", (tmp_path / "out").as_uri()):
+        for output in ("out/all.parquet", "folder/all.csv", "file.parquet", "out/sub/all.jsonl", "out/../out/a.csv"):
+            error = run_cli("results", source, "-o", output, code=2).stderr
+            assert error.startswith(f"Error: --output: {output!r} is in the dataset's own folder, ")
+    assert sorted(os.listdir("out")) == before
+    run_cli("results", "out", "-o", "out.parquet")
+
+
 def test_links_stay_and_pipes_are_written_to(
     run_cli: RunCli, client: redis.Redis, submit: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -59,6 +59,12 @@ def test_prints_the_id_and_how_to_go_on(run_cli: RunCli, client: redis.Redis, tm
     end(client, job_id)
 
 
+def test_no_settings_by_itself_is_refused_by_its_own_name(run_cli: RunCli, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ["a"])
+    error = run_cli("submit", source, "--model", MODEL, "--no-settings", code=2).stderr
+    assert error.startswith("Error: --no-settings: needs one of --prompt-column, --messages-column and --template")
+
+
 def test_json(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ["a"])
     result = run_cli("submit", source, "--model", MODEL, "--json", "--job-id", "mine", "--output", "there")
