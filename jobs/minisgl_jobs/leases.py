@@ -212,7 +212,8 @@ class ChunkQueue:
         """Keep finished results, (row, sample) -> encoded; those that are there already stay as they are.
 
         Args:
-            num_rows: rows of the chunk that are finished with all of their samples once these are there.
+            num_rows: rows of the chunk that are finished with all of their samples once these are there; those that
+                are in its part already are counted, too.
 
         Returns:
             False when the lease is lost.
@@ -221,7 +222,7 @@ class ChunkQueue:
             RedisFullError: keep them in memory; the chunk can be completed all the same.
         """
         items = list(results.items())
-        for start in range(0, len(items), MAX_SPOOL_RESULTS):
+        for start in range(0, max(1, len(items)), MAX_SPOOL_RESULTS):
             batch = dict(items[start : start + MAX_SPOOL_RESULTS])
             names = [sample_name(*sample) for sample in batch]
             if self._run_lease("spool", lease, encode_batch(batch), num_rows, *names) == b"stale":

@@ -61,7 +61,7 @@ class LeaseInfo:
     Attributes:
         expires_in_s: by the server's clock; negative when the worker has gone silent.
         num_spooled: results (rows times samples) that are finished already.
-        rows_spooled: rows of which all samples are.
+        rows_spooled: rows of which all samples are; those that an earlier job or worker left on disk are among them.
     """
 
     chunk: int

@@ -135,6 +135,9 @@ def test_a_row_counts_once_all_of_its_samples_are_finished(
             assert submission.resumption.num_rows == 1
         again = api.submit(rows, model=MODEL, output=tmp_path, params=params)
         worker.take()
+        wait_for("the row on disk", lambda: worker.delivery.tick(worker.info, take=False) or again.progress().rows_done)
+        progress = again.progress()
+        assert (progress.rows_done, progress.status.num_spooled) == (1, 0)
         cancel(worker, again)  # nothing new: what was there counts as before
         assert again.status().rows_ok == 1
 

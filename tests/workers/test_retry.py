@@ -40,6 +40,17 @@ def texts(folder: Path) -> list[str | None]:
     return found
 
 
+def test_progress_of_a_retry_counts_each_row_once(api: Client, running: Group, tmp_path: Path) -> None:
+    """The rows of an opened chunk that were ok stay counted while a worker has the chunk."""
+    job = api.job(run_partial(api, running, tmp_path))
+    job.retry()
+    work = running.take()
+    running.run_some(work, 1)
+    assert job.progress().rows_done == 12 - len(FAILING) + 1
+    running.run(work)
+    running.commit(work)
+
+
 def test_retry_generates_only_the_failed_rows(api: Client, running: Group, tmp_path: Path) -> None:
     job = api.job(run_partial(api, running, tmp_path))
     before = part_bytes(tmp_path)

@@ -29,6 +29,7 @@ class ChunkWork:
         results: (row, sample) -> result of all that is finished.
         engines: what has generated those of them that others had finished before.
         unspooled: keys of results that Redis hasn't got yet.
+        num_told: rows that are finished as far as Redis knows.
         is_stopped: its rows run no more, and nothing of it will be committed.
         is_written: its part is on disk under its pending name.
     """
@@ -40,12 +41,12 @@ class ChunkWork:
         self.results: dict[tuple[int, int], RowResult] = {}
         self.engines: list[EngineInfo] = [*lease.engines] if lease.spooled else []
         self.unspooled: list[tuple[int, int]] = []
+        self.num_told = 0
         self.is_stopped = False
         self.is_written = False
         rows = chunk.rows
         self._num_samples = {row.row_index: samples_of(row, lease.spec.params) for row in rows}
         self._left = dict(self._num_samples)
-        self._num_kept = 0  # rows that `keep` has found whole
         for encoded in lease.spooled.values():
             self._keep(decode_result(encoded))
         for row in rows:
@@ -65,12 +66,10 @@ class ChunkWork:
             engines: what has generated them.
         """
         self.engines += engines
-        num_left = len(self._left)
         for result in results:
             key = (result.row_index, result.sample_index)
             if key not in self.results and result.sample_index < self._num_samples.get(result.row_index, 0):
                 self._keep(result)
-        self._num_kept += num_left - len(self._left)
         self._parts = self._plan([row for part in self._parts for row in part if row.row_index in self._left])
 
     @property
@@ -84,8 +83,8 @@ class ChunkWork:
 
     @property
     def num_finished(self) -> int:
-        """Rows that are finished, with all of their samples, without those that were on disk already."""
-        return len(self._num_samples) - len(self._left) - self._num_kept
+        """Rows that are finished, with all of their samples."""
+        return len(self._num_samples) - len(self._left)
 
     @property
     def is_complete(self) -> bool:

@@ -6,8 +6,8 @@
 -- ARGV[2]  chunk
 -- ARGV[3]  token
 -- ARGV[4]  batch     the results, compressed
--- ARGV[5]  rows      of the chunk that are finished with these
--- ARGV[6...]         "row.sample" of each
+-- ARGV[5]  rows      of the chunk that are finished with these, or with those in its part
+-- ARGV[6...]         "row.sample" of each; there may be none
 --
 -- Returns the number of new results, or 'stale'.
 
@@ -28,7 +28,5 @@ for i = 6, #ARGV do
     num_new = num_new + 1
   end
 end
-if num_new > 0 then
-  redis.call('HSET', spool, unpack(fields))
-end
+redis.call('HSET', spool, unpack(num_new > 0 and fields or {'rows', ARGV[5]}))
 return num_new

@@ -4,8 +4,9 @@
 -- ARGV[1]  job
 --
 -- Returns false when there is no such job, else {the job's hash as fields and values, leases as chunk, worker, deadline
--- and numbers of spooled results and of rows that are finished with them each, what live workers say of themselves, 1 when
--- the queue is paused, server time in ms, the same two numbers of (the first of) the chunks that are to be handed out again}.
+-- and numbers of spooled results and of rows that are finished and not counted yet each, what live workers say of
+-- themselves, 1 when the queue is paused, server time in ms, the same two numbers of (the first of) the chunks that are
+-- to be handed out again}.
 
 local job = ARGV[1]
 local MAX_LOOKS = 100 -- chunks to hand out again whose spools are counted
@@ -16,7 +17,13 @@ local function spooled(chunk)
   if not found[2] then
     return 0, 0
   end
-  return redis.call('HLEN', spool) - found[1] - 2, tonumber(found[2])
+  local num_results = found[1] and redis.call('HLEN', spool) - found[1] - 2 or 0
+  local old_errors = redis.call('HGET', job_key(job, 'bad'), chunk)
+  if not old_errors then
+    return num_results, tonumber(found[2])
+  end
+  local of_job = redis.call('HMGET', job_key(job), 'rows', 'chunk_rows') -- a retried chunk's old part still counts
+  return num_results, math.max(0, found[2] - rows_of_chunk(of_job[1], of_job[2], chunk) + old_errors)
 end
 
 local fields = redis.call('HGETALL', job_key(job))
