@@ -208,8 +208,11 @@ class ChunkQueue:
         canceling = JobState.CANCELING.value.encode()
         return {job_id for job_id, state in zip(asked, states, strict=True) if state == canceling}
 
-    def spool(self, lease: Lease, results: Mapping[tuple[int, int], bytes]) -> bool:
+    def spool(self, lease: Lease, results: Mapping[tuple[int, int], bytes], *, num_rows: int) -> bool:
         """Keep finished results, (row, sample) -> encoded; those that are there already stay as they are.
+
+        Args:
+            num_rows: rows of the chunk that are finished with all of their samples once these are there.
 
         Returns:
             False when the lease is lost.
@@ -221,7 +224,7 @@ class ChunkQueue:
         for start in range(0, len(items), MAX_SPOOL_RESULTS):
             batch = dict(items[start : start + MAX_SPOOL_RESULTS])
             names = [sample_name(*sample) for sample in batch]
-            if self._run_lease("spool", lease, encode_batch(batch), *names) == b"stale":
+            if self._run_lease("spool", lease, encode_batch(batch), num_rows, *names) == b"stale":
                 return False
         return True
 

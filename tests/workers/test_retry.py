@@ -132,7 +132,7 @@ def test_a_retry_taken_over_generates_nothing_twice(
     job.retry()
     lost = running.queue.take()
     assert lost is not None
-    running.queue.spool(lost, {(1, 0): encode_result(RowResult(1, text="by the one that died", seed=7))})
+    running.queue.spool(lost, {(1, 0): encode_result(RowResult(1, text="by the one that died", seed=7))}, num_rows=1)
     expire(client, running.queue, lost)
     for _ in range(2):
         work = running.take()

@@ -240,7 +240,8 @@ class Delivery:
         keys = work.unspooled
         if not keys:
             return True
-        if not self._queue.spool(work.lease, {key: encode_result(work.results[key]) for key in keys}):
+        results = {key: encode_result(work.results[key]) for key in keys}
+        if not self._queue.spool(work.lease, results, num_rows=work.num_finished):
             return False
         self._is_full = False
         work.unspooled = []

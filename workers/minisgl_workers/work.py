@@ -45,6 +45,7 @@ class ChunkWork:
         rows = chunk.rows
         self._num_samples = {row.row_index: samples_of(row, lease.spec.params) for row in rows}
         self._left = dict(self._num_samples)
+        self._num_kept = 0  # rows that `keep` has found whole
         for encoded in lease.spooled.values():
             self._keep(decode_result(encoded))
         for row in rows:
@@ -64,10 +65,12 @@ class ChunkWork:
             engines: what has generated them.
         """
         self.engines += engines
+        num_left = len(self._left)
         for result in results:
             key = (result.row_index, result.sample_index)
             if key not in self.results and result.sample_index < self._num_samples.get(result.row_index, 0):
                 self._keep(result)
+        self._num_kept += num_left - len(self._left)
         self._parts = self._plan([row for part in self._parts for row in part if row.row_index in self._left])
 
     @property
@@ -78,6 +81,11 @@ class ChunkWork:
     def num_left(self) -> int:
         """Samples that are not finished."""
         return sum(self._left.values())
+
+    @property
+    def num_finished(self) -> int:
+        """Rows that are finished, with all of their samples, without those that were on disk already."""
+        return len(self._num_samples) - len(self._left) - self._num_kept
 
     @property
     def is_complete(self) -> bool:
