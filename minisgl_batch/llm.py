@@ -13,7 +13,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from minisgl_batch.config import CacheKind, Dtype, EngineConfig, KVCacheDtype, Quantization
 from minisgl_batch.errors import RequestError, UsageError
@@ -49,6 +49,7 @@ Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
 # What to do about arguments that methods haven't.
 _IN_PARAMS = {field: f"give SamplingParams({field}=...)" for field in SamplingParams.__struct_fields__}
+_AS_PROMPTS = {"prompt_token_ids": "give the ids for prompts: a list of them is a prompt"}
 _BESIDE_CHOICES = {
     **dict.fromkeys(SamplingParams.__struct_fields__, "remove it, as nothing is generated"),
     **{field: f"use generate with SamplingParams(choices=..., {field}=...)" for field in CHAT_OPTIONS},
@@ -149,7 +150,7 @@ class LLM:
         return self.tokenizer.hf_tokenizer
 
     def generate(
-        self, prompts: Prompts, sampling_params: Params = None, *, progress: bool = True, **others: Any
+        self, prompts: Prompts | None = None, sampling_params: Params = None, *, progress: bool = True, **others: Any
     ) -> list[RequestOutput]:
         """Generate for all prompts and return when all are done, in their order.
 
@@ -167,7 +168,7 @@ class LLM:
             RequestError: a prompt can't be served, such as one longer than the context; names it. Nothing has run, but
                 where a grammar takes too much time or memory.
         """
-        refuse_others(others, LLM.generate, _IN_PARAMS)
+        refuse_others(others, LLM.generate, _IN_PARAMS | _AS_PROMPTS)
         return self._generate(as_prompts(prompts), sampling_params, progress)
 
     def chat(
@@ -194,7 +195,7 @@ class LLM:
         refuse_others(others, LLM.chat, _IN_PARAMS)
         chats = as_chats(messages)
         options = SamplingParams(
-            tools=None if tools is None else tuple(tools),
+            tools=cast(Any, tools),  # which looks at it, and makes it a tuple
             chat_template_kwargs=chat_template_kwargs,
             continue_final_message=continue_final_message,
         )

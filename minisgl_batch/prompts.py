@@ -21,13 +21,13 @@ Prompts: TypeAlias = Prompt | Sequence[Prompt]
 _KEYS = ("prompt", "prompt_token_ids")
 
 
-def as_prompts(given: Prompts) -> list[PromptInput]:
+def as_prompts(given: Prompts | None) -> list[PromptInput]:
     """One prompt or many as a list of texts, token ids and messages.
 
     Raises:
         UsageError: it isn't a list. RequestError: one is none of these; says which.
     """
-    if not _has_items(given):
+    if given is None or not _has_items(given):
         raise UsageError(f"prompts: must be a prompt or a list of prompts, not {kind(given)}")
     return [_prompt(index, prompt) for index, prompt in enumerate(_as_many(given))]
 

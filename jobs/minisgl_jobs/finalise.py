@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
+from collections.abc import Iterable
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,16 +22,18 @@ from minisgl_batch.errors import (
     OutputLostError,
     OutputNotAllowedError,
 )
+from minisgl_batch.sampling_params import SamplingParams
 from minisgl_batch.words import count
 from minisgl_jobs.dataset import Manifest, check_dataset, finish_dataset, make_manifest, missing_chunks
 from minisgl_jobs.kept import add_columns, columns_of
-from minisgl_jobs.model import JobState
+from minisgl_jobs.model import JobSpec, JobState, RowResult
 from minisgl_jobs.outbox import FinalisingJob, Outbox
 from minisgl_jobs.parts import (
     Part,
     PartInfo,
     commit_part,
     distinct,
+    num_ok,
     output_place,
     part_name,
     pending_name,
@@ -40,8 +44,8 @@ from minisgl_jobs.parts import (
     write_part,
 )
 from minisgl_jobs.places import Place, make_folder
-from minisgl_jobs.references import ChunkReader
-from minisgl_jobs.results import results_to_table, table_to_results
+from minisgl_jobs.references import ChunkReader, ChunkRows
+from minisgl_jobs.results import results_to_table, samples_of, table_to_results
 from minisgl_jobs.roots import AllowedRoots
 from minisgl_jobs.spool import decode_result
 
@@ -138,18 +142,19 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: A
         rows, kept, sha256 = job.spec.chunk_range(chunk), None, ""
         results = {key: decode_result(data) for key, data in outbox.spooled(job.spec.job_id, chunk).items()}
         engines = job.engines if results else []
+        if before is not None and before[0].epoch == job.epoch:
+            continue  # this was done before
+        if before is None and not results:
+            continue
+        found = _read_input(outbox, job, chunk, roots)
         if before is not None:
             info, part = before
-            if info.epoch == job.epoch:
-                continue  # this was done before
             sha256, engines = info.input_sha256, [*info.engines, *engines]
             old = table_to_results(part)
             results = {(result.row_index, result.sample_index): result for result in old} | results
             kept = columns_of(part, rows, job.spec.kept)
-        elif results:
-            kept, sha256 = _read_input(outbox, job, chunk, roots)
-        if not results:
-            continue
+        elif found is not None:
+            kept, sha256 = found.kept, found.sha256
         table = results_to_table(results.values(), job.spec.optional_columns)
         table = add_columns(table, kept, rows.start, job.spec.kept)
         info = PartInfo(
@@ -159,6 +164,7 @@ def _write_left_over(outbox: Outbox, job: FinalisingJob, folder: Place, roots: A
             input_sha256=sha256,
             num_rows=table.num_rows,
             is_whole=False,
+            num_ok=_count_ok(results.values(), found, job.spec.params),
             engines=distinct(engines),
         )
         token = f"finalise-{secrets.token_hex(8)}"  # in place of a lease's; another finalise may be at the same
@@ -177,17 +183,23 @@ def _part_before(path: Place) -> tuple[PartInfo, pa.Table] | None:
         return None
 
 
-def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int, roots: AllowedRoots) -> tuple[pa.Table | None, str]:
-    """What a chunk keeps of the input, and its hash; neither where it can't be read: the job is over all the same."""
+def _read_input(outbox: Outbox, job: FinalisingJob, chunk: int, roots: AllowedRoots) -> ChunkRows | None:
+    """A chunk's rows; None where they can't be read: the job is over all the same."""
     reader = ChunkReader(roots)
     try:
-        found = reader.read(job.spec, chunk, outbox.payload(job.spec.job_id, chunk))
-        return found.kept, found.sha256
+        return reader.read(job.spec, chunk, outbox.payload(job.spec.job_id, chunk))
     except InputUnreachableError as error:
-        logger.warning("columns of the input are null in %s: %s", part_name(chunk), error)
-        return None, ""
+        logger.warning("columns of the input may be null in %s: %s", part_name(chunk), error)
+        return None
     finally:
         reader.close()
+
+
+def _count_ok(results: Iterable[RowResult], found: ChunkRows | None, params: SamplingParams) -> int:
+    """The rows all of whose samples are there without an error; where the rows can't be read, by the job's `n`."""
+    num_samples = {row.row_index: samples_of(row, params) for row in found.rows} if found is not None else {}
+    num_there = Counter(result.row_index for result in results if result.status == "ok")
+    return sum(num >= num_samples.get(row, params.n or 1) for row, num in num_there.items())
 
 
 def _manifest(job: FinalisingJob, folder: Place, damage: str) -> Manifest:
@@ -195,7 +207,8 @@ def _manifest(job: FinalisingJob, folder: Place, damage: str) -> Manifest:
     state, reason = _outcome(job, parts, damage)
     rows_ok, rows_error = job.rows_ok, job.rows_error
     if not state.is_complete:
-        parts, rows_ok, rows_error = _whats_there(folder, [p for p in parts if p.info.job_id == job.spec.job_id])
+        ours = [part for part in parts if part.info.job_id == job.spec.job_id]
+        parts, rows_ok, rows_error = _whats_there(folder, job.spec, ours)
     return make_manifest(
         job.spec,
         parts,
@@ -207,10 +220,10 @@ def _manifest(job: FinalisingJob, folder: Place, damage: str) -> Manifest:
     )
 
 
-def _whats_there(folder: Place, parts: list[Part]) -> tuple[list[Part], int, int]:
+def _whats_there(folder: Place, spec: JobSpec, parts: list[Part]) -> tuple[list[Part], int, int]:
     """The parts of an incomplete job that can be read, and their rows that are ok and not.
 
-    From the data: the queue counts lost chunks, too.
+    From the parts: the queue counts lost chunks, too.
     """
     rows_ok, rows_error, there = 0, 0, []
     for part in parts:
@@ -220,9 +233,8 @@ def _whats_there(folder: Place, parts: list[Part]) -> tuple[list[Part], int, int
             logger.warning("its rows are lost: %s", error)
             continue
         there.append(part)
-        failed = set(table.filter(pc.equal(table["status"], "error"))["row_index"].to_pylist())
-        rows_error += len(failed)
-        rows_ok += len(set(table["row_index"].to_pylist()) - failed)
+        rows_error += pc.count_distinct(table.filter(pc.equal(table["status"], "error"))["row_index"]).as_py()
+        rows_ok += num_ok(part.info, spec.chunk_range(part.info.chunk))
     return there, rows_ok, rows_error
 
 

@@ -102,7 +102,8 @@ class QueueKeys:
         return f"{self.prefix}job:{job_id}:{part}" if part else f"{self.prefix}job:{job_id}"
 
     def spool(self, job_id: str, chunk: int) -> str:
-        """Hash: "row.sample" -> number of the batch that holds its result; "b<number>" -> batch; "n" -> batches."""
+        """Hash: "row.sample" -> number of the batch that holds its result; "b<number>" -> batch; "n" -> batches;
+        "rows" -> rows all of whose samples are there, or in the chunk's part."""
         return f"{self.prefix}job:{job_id}:spool:{chunk}"
 
 

@@ -208,8 +208,12 @@ class ChunkQueue:
         canceling = JobState.CANCELING.value.encode()
         return {job_id for job_id, state in zip(asked, states, strict=True) if state == canceling}
 
-    def spool(self, lease: Lease, results: Mapping[tuple[int, int], bytes]) -> bool:
+    def spool(self, lease: Lease, results: Mapping[tuple[int, int], bytes], *, num_rows: int) -> bool:
         """Keep finished results, (row, sample) -> encoded; those that are there already stay as they are.
+
+        Args:
+            num_rows: rows of the chunk that are finished with all of their samples once these are there; those that
+                are in its part already are counted, too.
 
         Returns:
             False when the lease is lost.
@@ -218,10 +222,10 @@ class ChunkQueue:
             RedisFullError: keep them in memory; the chunk can be completed all the same.
         """
         items = list(results.items())
-        for start in range(0, len(items), MAX_SPOOL_RESULTS):
+        for start in range(0, max(1, len(items)), MAX_SPOOL_RESULTS):
             batch = dict(items[start : start + MAX_SPOOL_RESULTS])
             names = [sample_name(*sample) for sample in batch]
-            if self._run_lease("spool", lease, encode_batch(batch), *names) == b"stale":
+            if self._run_lease("spool", lease, encode_batch(batch), num_rows, *names) == b"stale":
                 return False
         return True
 

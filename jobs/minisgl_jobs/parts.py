@@ -53,6 +53,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
         num_cut: result rows that ended for their length.
         num_by_error_type: result rows with an error, by its type; "unknown" in parts from before these counts.
         is_whole: whether all rows of the chunk are there, as they are not where a job was canceled.
+        num_ok: of a part that isn't whole, the input rows without an error all of whose samples are there.
         prompt_tokens, cached_tokens, completion_tokens: of all of them together.
         engines: what has generated its rows: one, or more where an engine went on with what another one had begun.
         schema_version: of the columns.
@@ -67,6 +68,7 @@ class PartInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_cut: int = 0
     num_by_error_type: dict[str, int] = {}
     is_whole: bool = True
+    num_ok: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -89,6 +91,11 @@ def distinct(engines: Iterable[EngineInfo]) -> list[EngineInfo]:
         if engine not in found:
             found.append(engine)
     return found
+
+
+def num_ok(info: PartInfo, rows: range) -> int:
+    """How many of a chunk's rows are finished without an error in its part."""
+    return len(rows) - info.num_failed if info.is_whole else info.num_ok
 
 
 def part_name(chunk: int) -> str:

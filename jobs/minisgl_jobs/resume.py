@@ -21,7 +21,7 @@ from minisgl_jobs.dataset import Manifest, read_manifest
 from minisgl_jobs.kept import column_types
 from minisgl_jobs.model import EngineInfo, JobSpec
 from minisgl_jobs.owner import read_owner
-from minisgl_jobs.parts import PartInfo, distinct, part_names, read_part
+from minisgl_jobs.parts import PartInfo, distinct, num_ok, part_names, read_part
 from minisgl_jobs.places import Place
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,7 @@ class Resumption:
         epoch: for the parts that it will write.
         done: chunk whose part is there and stays as it is -> its rows that have failed.
         num_failed, error_types: rows that have failed, in the parts of all whole chunks, and how.
-        num_rows: rows that aren't generated again, those of unfinished chunks (about, with several samples a row)
-            included.
+        num_rows: rows that aren't generated again, those of unfinished chunks included.
         is_complete: whether nothing is left to do: all parts and `_SUCCESS` are there.
         engines: what has generated these rows.
     """
@@ -151,13 +150,13 @@ def resume(
     ours = [info for info in parts if info.chunk < len(hashes) and info.input_sha256 == hashes[info.chunk].hex()]
     whole = [info for info in ours if info.is_whole]
     done = {info.chunk: info.num_failed for info in whole if not (retry_failed and info.num_failed)}
-    kept = [info for info in ours if info.chunk in done or _num_ok(info, spec)]
+    kept = [info for info in ours if info.chunk in done or _has_ok(info)]
     return Resumption(
         epoch,
         done,
         num_failed=sum(info.num_failed for info in whole),
         error_types={name for info in whole for name in info.num_by_error_type},
-        num_rows=sum(_num_ok(info, spec) for info in ours) + sum(done.values()),
+        num_rows=sum(num_ok(info, spec.chunk_range(info.chunk)) for info in ours) + sum(done.values()),
         is_complete=earlier.is_complete and len(done) == spec.num_chunks,
         engines=distinct(engine for info in kept for engine in info.engines),
     )
@@ -175,10 +174,9 @@ def engine_differences(there: Sequence[EngineInfo], now: Sequence[EngineInfo]) -
     return ", ".join(one_line(f"{name} was {old.get(name)} and is {new.get(name)}") for name in names)
 
 
-def _num_ok(info: PartInfo, spec: JobSpec) -> int:
-    """The rows of a part without an error; about, with several samples a row where some are missing."""
-    num_rows = len(spec.chunk_range(info.chunk)) if info.is_whole else info.num_rows // (spec.params.n or 1)
-    return max(0, num_rows - info.num_failed)
+def _has_ok(info: PartInfo) -> bool:
+    """Whether a part has results without an error; a row that isn't finished may have some."""
+    return info.num_rows > sum(info.num_by_error_type.values())
 
 
 def _parts(folder: Place) -> list[PartInfo]:

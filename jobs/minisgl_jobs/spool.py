@@ -58,7 +58,7 @@ def decode_spool(fields: Iterable[tuple[bytes, bytes]]) -> dict[tuple[int, int],
     for name, value in fields:
         if name.startswith(b"b"):
             batches[name[1:]] = _decode_batch(value)
-        elif name != b"n":
+        elif name not in (b"n", b"rows"):
             batch_of[name.decode()] = value
     results = {}
     for sample, number in batch_of.items():

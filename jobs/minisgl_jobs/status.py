@@ -61,12 +61,14 @@ class LeaseInfo:
     Attributes:
         expires_in_s: by the server's clock; negative when the worker has gone silent.
         num_spooled: results (rows times samples) that are finished already.
+        rows_spooled: rows of which all samples are; those that an earlier job or worker left on disk are among them.
     """
 
     chunk: int
     worker_id: str
     expires_in_s: float
     num_spooled: int
+    rows_spooled: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,7 +90,8 @@ class JobStatus:
         error: why it failed or was canceled.
         blocked: why the last worker that took a chunk gave it back, until somebody takes one again.
         trouble: why no worker of its queue takes a chunk, such as the full disk of another job; "" when one does.
-        num_waiting: finished results of chunks that were handed back and wait for another worker.
+        num_waiting, rows_waiting: finished results, and rows, of chunks that were handed back and wait for another
+            worker.
         after: the job whose end this one waits for, "" for none (any more).
         start_at: when this job may start, Unix seconds of the server's clock; None when it may.
     """
@@ -112,6 +115,7 @@ class JobStatus:
     blocked: str = ""
     trouble: str = ""
     num_waiting: int = 0
+    rows_waiting: int = 0
     after: str = ""
     start_at: float | None = None
 
@@ -140,6 +144,11 @@ class JobStatus:
     def num_spooled(self) -> int:
         """Results that are finished, but whose chunk isn't."""
         return sum(lease.num_spooled for lease in self.leases) + self.num_waiting
+
+    @property
+    def rows_spooled(self) -> int:
+        """Rows that are finished with all of their samples, but whose chunk isn't."""
+        return sum(lease.rows_spooled for lease in self.leases) + self.rows_waiting
 
     @property
     def waiting(self) -> str:
@@ -198,7 +207,7 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
     Raises:
         SchemaVersionError: another release wrote the job.
     """
-    flat, leases, workers, paused, now_ms, num_waiting = reply
+    flat, leases, workers, paused, now_ms, num_waiting, rows_waiting = reply
     fields: dict[bytes, bytes] = dict(zip(flat[::2], flat[1::2], strict=True))
     is_held = b"held" in fields and fields[b"state"] == JobState.QUEUED.value.encode()
     return JobStatus(
@@ -209,8 +218,8 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
         rows_error=int(fields[b"errors"]),
         chunks_done=int(fields[b"done"]),
         leases=tuple(
-            LeaseInfo(int(chunk), worker.decode(), (float(deadline) - now_ms) / 1000, int(num_spooled))
-            for chunk, worker, deadline, num_spooled in zip(*(leases[i::4] for i in range(4)), strict=True)
+            LeaseInfo(int(chunk), worker.decode(), (float(deadline) - now_ms) / 1000, num_results, num_rows)
+            for chunk, worker, deadline, num_results, num_rows in zip(*(leases[i::5] for i in range(5)), strict=True)
         ),
         created_at=int(fields[b"created_at"]) / 1000,
         queued_at=_seconds(fields, b"queued_at"),
@@ -224,6 +233,7 @@ def parse_status(job_id: str, reply: list[Any]) -> JobStatus:
         blocked=fields.get(b"blocked", b"").decode(),
         error=(fields.get(b"error") or fields.get(b"canceled", b"")).decode(),
         num_waiting=num_waiting,
+        rows_waiting=rows_waiting,
         after=fields[b"after"].decode() if is_held else "",
         start_at=int(fields[b"start_ms"]) / 1000 if is_held and int(fields[b"start_ms"]) else None,
     )

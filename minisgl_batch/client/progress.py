@@ -15,7 +15,7 @@ class Progress:
 
     Attributes:
         status: what the queue knows.
-        rows_done: rows that are finished, those of unfinished chunks (about, with several samples a row) included.
+        rows_done: rows that are finished, with all of their samples, those of unfinished chunks included.
         tokens_per_s: that the job's workers generate, for all of their jobs.
         cached_share: of the prompt tokens of these workers since they started; None when nothing ran yet.
         trouble: what keeps it from getting on although workers have rows of it, such as a full disk; "" for nothing.
@@ -48,7 +48,7 @@ def measure(status: JobStatus, workers: Iterable[WorkerInfo]) -> Progress:
     prompt_tokens = sum(worker.prompt_tokens for worker in working)
     # In a retry the old error rows are what is left to do.
     committed = status.rows_ok if status.epoch and not status.state.is_final else status.rows_done
-    rows_done = min(spec.num_rows, committed + status.num_spooled // (spec.params.n or 1))
+    rows_done = min(spec.num_rows, committed + status.rows_spooled)
     return Progress(
         status=status,
         rows_done=rows_done,

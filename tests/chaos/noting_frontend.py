@@ -27,8 +27,8 @@ def note(rows: Iterable[int]) -> None:
 class NotingQueue(ChunkQueue):
     """A queue that notes what it has confirmed."""
 
-    def spool(self, lease: Lease, results: Mapping[tuple[int, int], bytes]) -> bool:
-        is_ours = super().spool(lease, results)
+    def spool(self, lease: Lease, results: Mapping[tuple[int, int], bytes], *, num_rows: int) -> bool:
+        is_ours = super().spool(lease, results, num_rows=num_rows)
         if is_ours:
             note(row for row, _ in results)
         return is_ours

@@ -67,7 +67,7 @@ class Group:
             if made + 1 == len(self.tokens[row]):
                 finished.append(row)
                 self.results[row] = RowResult(row, text=text + new, prompt_tokens=3, completion_tokens=made + 1)
-                self.queue.spool(lease, {(row, 0): b"result"})
+                self.queue.spool(lease, {(row, 0): b"result"}, num_rows=1)
                 end = RowEnd("ok", "stop", len(text + new), 1, 3, made + 1)
             self.publisher.add(job, RowDelta(row, 0, lease.attempt, len(text), new, end))
         for row in finished:

@@ -292,7 +292,7 @@ def test_a_canceled_job_keeps_its_finished_rows(writer: Writer) -> None:
         (4, 0): RowResult(4, text="kept"),
         (6, 0): RowResult(6, status="error", error=RowError("odd", "because")),
     }
-    writer.chunks.spool(second, {sample: encode_result(result) for sample, result in results.items()})
+    writer.chunks.spool(second, {sample: encode_result(result) for sample, result in results.items()}, num_rows=1)
     writer.jobs.cancel(writer.spec.job_id)
     writer.chunks.handback([second])
     assert writer.finalise() is JobState.CANCELED

@@ -27,7 +27,7 @@ def test_a_silent_workers_chunk_goes_to_another_and_its_late_calls_fail(client: 
     dead, alive = worker(client, "dead", 0.15), worker(client, "alive", 0.15)
     lost = taken(dead)
     started = time.monotonic()
-    assert dead.spool(lost, {(0, 0): b"spooled"})
+    assert dead.spool(lost, {(0, 0): b"spooled"}, num_rows=1)
     assert alive.take() is None
     lease = wait_for("a takeover", alive.take)
     assert 0.14 < time.monotonic() - started < 0.15 + 2
@@ -35,7 +35,7 @@ def test_a_silent_workers_chunk_goes_to_another_and_its_late_calls_fail(client: 
     assert lease.attempt > lost.attempt
     assert lease.token != lost.token
     assert dead.renew([lost]) == [Renewal.LOST]
-    assert not dead.spool(lost, {(1, 0): b"late"})
+    assert not dead.spool(lost, {(1, 0): b"late"}, num_rows=2)
     assert not dead.probe(lost, range(1))
     assert complete(dead, lost) is Commit.STALE
     dead.handback([lost])
@@ -168,10 +168,12 @@ def test_a_result_is_spooled_once_and_found_by_readers(
     for _ in range(12):
         samples = {(rng.randrange(256), rng.randrange(3)) for _ in range(rng.randrange(1, 60))}
         results = {sample: rng.randbytes(rng.randrange(300)) for sample in samples}
-        assert group.spool(lease, results)
         expected = {**results, **expected}
+        num_rows = rng.randrange(256)
+        assert group.spool(lease, results, num_rows=num_rows)
     assert queue.spooled(spec.job_id, 0) == dict(sorted(expected.items()))
     assert queue.status(spec.job_id).num_spooled == len(expected)
+    assert queue.status(spec.job_id).rows_spooled == num_rows
     expire(client, group, lease)
     lease = taken(group)
     assert lease.spooled == expected
@@ -184,7 +186,7 @@ def test_many_and_large_results_in_one_call(client: redis.Redis, queue: JobQueue
     group = worker(client)
     lease = taken(group)
     results = {(row, sample): b"%d.%d " % (row, sample) * 1000 for row in range(256) for sample in range(10)}
-    assert group.spool(lease, results)
+    assert group.spool(lease, results, num_rows=256)
     assert queue.spooled(spec.job_id, 0) == results
     end(client, lease)
 

@@ -61,7 +61,7 @@ def _survives(group: ChunkQueue, lease: Lease, poison: list[int]) -> bool:
             assert group.probe(lease, part)
             if set(running) & set(poison):
                 return False
-            assert group.spool(lease, {(row, 0): b"done" for row in running})
+            assert group.spool(lease, {(row, 0): b"done" for row in running}, num_rows=1)
             todo = [row for row in todo if row not in running]
     return True
 

@@ -134,8 +134,8 @@ class QueueMachine(RuleBasedStateMachine):
         samples = st.tuples(st.sampled_from(lease.rows), st.integers(0, 1))
         results = {sample: secrets.token_bytes(4) for sample in data.draw(st.sets(samples, min_size=1))}
         expected = self.reference.spool((lease.spec.job_id, lease.chunk), lease.token, results)
-        assert self.workers[0].spool(lease, results) == expected
-        assert self.workers[0].spool(lease, results) == expected
+        assert self.workers[0].spool(lease, results, num_rows=len(results)) == expected
+        assert self.workers[0].spool(lease, results, num_rows=len(results)) == expected
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())

@@ -34,7 +34,7 @@ def test_a_restart_loses_neither_jobs_nor_scripts(server: OwnServer) -> None:
     spec = submit(queue, make_spec(num_rows=12, chunk_rows=4))
     done, held = taken(group), taken(group)
     complete(group, done)
-    group.spool(held, {(4, 0): b"kept"})
+    group.spool(held, {(4, 0): b"kept"}, num_rows=1)
     wait_for("the append-only file", lambda: client.info("persistence")["aof_pending_bio_fsync"] == 0)
     server.kill()
     server.start()
@@ -75,7 +75,7 @@ def test_a_full_redis_refuses_new_jobs_and_drains_the_old(client: redis.Redis) -
         for refused in (
             lambda: queue.create(make_spec()),
             lambda: queue.append(waiting, {0: b"x"}),
-            lambda: group.spool(kept, {(4, 0): b"x"}),
+            lambda: group.spool(kept, {(4, 0): b"x"}, num_rows=1),
         ):
             with pytest.raises(RedisFullError):
                 refused()
@@ -147,7 +147,8 @@ class Attack:
             if fate < 0.1:
                 return  # dies at once
             rows = set(lease.rows) - {row for row, _ in lease.spooled}
-            group.spool(lease, {(row, 0): b"%d" % row for row in rng.sample(sorted(rows), len(rows) // 2)})
+            results = {(row, 0): b"%d" % row for row in rng.sample(sorted(rows), len(rows) // 2)}
+            group.spool(lease, results, num_rows=len(results))
             if fate < 0.2:
                 return  # dies with rows spooled
             if fate < 0.3:

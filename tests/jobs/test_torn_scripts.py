@@ -112,7 +112,7 @@ def taking_the_last(scene: Scene) -> Callable[[], Any]:
 
 def taking_over(scene: Scene) -> Callable[[], Any]:
     scene.open()
-    scene.group.spool(scene.held[0], {(8, 0): b"x"})
+    scene.group.spool(scene.held[0], {(8, 0): b"x"}, num_rows=1)
     scene.group.probe(scene.held[0], range(9, 10))
     scene.expire_leases()
     return scene.group.take
@@ -120,7 +120,7 @@ def taking_over(scene: Scene) -> Callable[[], Any]:
 
 def completing(scene: Scene) -> Callable[[], Any]:
     scene.open()
-    scene.group.spool(scene.held[0], {(8, 0): b"x"})
+    scene.group.spool(scene.held[0], {(8, 0): b"x"}, num_rows=1)
     return lambda: complete(scene.group, scene.held[0])
 
 
@@ -159,7 +159,7 @@ def canceling_when_nobody_works(scene: Scene) -> Callable[[], Any]:
 
 def dropping_a_canceled_chunk(scene: Scene) -> Callable[[], Any]:
     scene.open()
-    scene.group.spool(scene.held[0], {(8, 0): b"x"})
+    scene.group.spool(scene.held[0], {(8, 0): b"x"}, num_rows=1)
     scene.queue.cancel(scene.spec.job_id)
     return lambda: scene.group.handback(scene.held)
 

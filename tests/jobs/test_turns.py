@@ -91,7 +91,7 @@ def test_a_handed_back_chunk_is_the_next_of_its_job_and_no_death(client: redis.R
     spec = submit(queue, make_spec(num_rows=6, chunk_rows=2))
     group = worker(client)
     first, second = taken(group), taken(group)
-    group.spool(first, {(1, 0): b"kept"})
+    group.spool(first, {(1, 0): b"kept"}, num_rows=1)
     group.handback([second, first])
     again = [taken(group) for _ in range(3)]
     assert [lease.chunk for lease in again] == [0, 1, 2]

@@ -100,7 +100,8 @@ class EchoWorker(threading.Thread):
     def _finish(self, lease: Lease, rows: Sequence[Row]) -> list[RowResult]:
         """Make and spool the results of rows, and tell their readers."""
         results = [result for row in rows for result in _results(lease, row)]
-        self._queue.spool(lease, {(r.row_index, r.sample_index): encode_result(r) for r in results})
+        encoded = {(r.row_index, r.sample_index): encode_result(r) for r in results}
+        self._queue.spool(lease, encoded, num_rows=len(rows))
         self._publisher.poll([lease.spec.job_id])
         for result in results:
             samples = sum(other.row_index == result.row_index for other in results)

@@ -332,6 +332,22 @@ def test_arguments_that_there_are_not(llm: LLM, method: str, name: str, problem:
     assert (caught.value.field, caught.value.reason) == (name, problem.format(method))
 
 
+def test_prompts_by_other_names(llm: LLM) -> None:
+    with pytest.raises(InvalidParameterError, match=r"^prompt_token_ids: .* generate: give the ids for"):
+        llm.generate(prompt_token_ids=[[1, 2]])
+    with pytest.raises(InvalidParameterError, match=r"^prompt: .* generate; did you mean prompts\?"):
+        llm.generate(prompt="a")
+    with pytest.raises(UsageError, match="prompts: must be a prompt or a list of prompts, not null"):
+        llm.generate()
+
+
+@pytest.mark.parametrize("tools", ["x", {"name": "f"}, 5, ["x"], [5]])
+def test_tools_that_are_none_are_told_as_they_were_given(llm: LLM, tools: Any) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        llm.chat(MESSAGES, tools=tools)
+    assert str(caught.value) == f"tools: must be a list of objects, got {tools!r}"
+
+
 @pytest.mark.parametrize("method", ["generate", "chat"])
 def test_sampling_parameters_are_no_arguments(llm: LLM, method: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:

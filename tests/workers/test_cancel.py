@@ -161,7 +161,7 @@ def test_a_job_whose_workers_have_died_is_canceled_with_its_finished_rows(
     job = api.submit([str(i) for i in range(6)], model=MODEL, output=tmp_path, chunk_rows=3)
     dead = ChunkQueue(client, MODEL, "dead")
     lease = taken(dead)
-    dead.spool(lease, {(1, 0): encode_result(RowResult(1, text="one", seed=1))})
+    dead.spool(lease, {(1, 0): encode_result(RowResult(1, text="one", seed=1))}, num_rows=1)
     job.cancel()
     assert job.status().state is JobState.CANCELING  # its lease may be alive
     expire(client, dead, lease)

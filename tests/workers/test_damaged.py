@@ -161,7 +161,7 @@ def test_records_that_are_damaged_while_a_chunk_runs_end_their_job(
 def spooled(result: RowResult) -> Plant:
     name = sample_name(result.row_index, result.sample_index)
     batch = encode_batch({(result.row_index, result.sample_index): encode_result(result)})
-    return lambda client, key: client.hset(key("spool:0"), mapping={name: "1", "b1": batch, "n": 1})
+    return lambda client, key: client.hset(key("spool:0"), mapping={name: "1", "b1": batch, "n": 1, "rows": 1})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import redis
 
 from minisgl_batch.client import Client, JobHandle
 from minisgl_batch.errors import JobStateError, OutputError, UsageError
+from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.dataset import SUCCESS, read_manifest
 from minisgl_jobs.model import EngineInfo, JobState
 from minisgl_jobs.owner import OWNER
@@ -107,6 +108,38 @@ def test_a_canceled_job_goes_on(
         manifest = read_manifest(tmp_path / "out")
         assert manifest is not None
         assert (manifest.job_id, manifest.seed) == (first.id, first.status().spec.seed)
+
+
+@pytest.mark.parametrize("of_row", [True, False])
+def test_a_row_counts_once_all_of_its_samples_are_finished(
+    api: Client, client: redis.Redis, tmp_path: Path, of_row: bool
+) -> None:
+    """Of one row both samples are finished, of the next one only the first; `n` is the row's own, or the job's."""
+    rows: list[Any] = [{"prompt": prompt, "n": 2} if of_row else prompt for prompt in "abc"]
+    params = SamplingParams() if of_row else SamplingParams(n=2)
+    with group(client, MODEL) as worker:
+        job = api.submit(rows, model=MODEL, output=tmp_path, params=params)
+        work = worker.take()
+        part = work.next_part()
+        assert part is not None
+        work.start(part)
+        for row, sample in ((0, 0), (0, 1), (1, 0)):
+            worker.generate(work, part[row], sample)
+        wait_for("the spool", lambda: worker.delivery.tick(worker.info, take=False) or not work.unspooled)
+        progress = job.progress()
+        assert (progress.rows_done, progress.status.num_spooled) == (1, 3)
+        cancel(worker, job)
+        assert job.status().rows_ok == 1
+        with prepare(rows, model=MODEL, output=tmp_path, params=params) as submission:
+            assert submission.resumption is not None
+            assert submission.resumption.num_rows == 1
+        again = api.submit(rows, model=MODEL, output=tmp_path, params=params)
+        worker.take()
+        wait_for("the row on disk", lambda: worker.delivery.tick(worker.info, take=False) or again.progress().rows_done)
+        progress = again.progress()
+        assert (progress.rows_done, progress.status.num_spooled) == (1, 0)
+        cancel(worker, again)  # nothing new: what was there counts as before
+        assert again.status().rows_ok == 1
 
 
 def test_each_part_says_which_engines_have_generated_it(

@@ -40,6 +40,18 @@ def texts(folder: Path) -> list[str | None]:
     return found
 
 
+def test_progress_of_a_retry_counts_each_row_once(api: Client, running: Group, tmp_path: Path) -> None:
+    """The rows of an opened chunk that were ok stay counted while a worker has the chunk."""
+    job = api.job(run_partial(api, running, tmp_path))
+    job.retry()
+    work = running.take()
+    left = running.run_some(work, 1)
+    assert job.progress().rows_done == 12 - len(FAILING) + 1
+    for row in left:
+        running.generate(work, row, 0)
+    running.commit(work)
+
+
 def test_retry_generates_only_the_failed_rows(api: Client, running: Group, tmp_path: Path) -> None:
     job = api.job(run_partial(api, running, tmp_path))
     before = part_bytes(tmp_path)
@@ -132,7 +144,7 @@ def test_a_retry_taken_over_generates_nothing_twice(
     job.retry()
     lost = running.queue.take()
     assert lost is not None
-    running.queue.spool(lost, {(1, 0): encode_result(RowResult(1, text="by the one that died", seed=7))})
+    running.queue.spool(lost, {(1, 0): encode_result(RowResult(1, text="by the one that died", seed=7))}, num_rows=1)
     expire(client, running.queue, lost)
     for _ in range(2):
         work = running.take()

@@ -236,14 +236,15 @@ class Delivery:
         self._postpone("spool", SPOOL_S)
 
     def _spool_work(self, work: ChunkWork) -> bool:
-        """Put finished rows where a crash can't reach them; False when the lease is lost."""
-        keys = work.unspooled
-        if not keys:
+        """Put finished rows where a crash can't reach them, and tell of those on disk; False when the lease is lost."""
+        keys, num_rows = work.unspooled, work.num_finished
+        if not keys and num_rows == work.num_told:
             return True
-        if not self._queue.spool(work.lease, {key: encode_result(work.results[key]) for key in keys}):
+        results = {key: encode_result(work.results[key]) for key in keys}
+        if not self._queue.spool(work.lease, results, num_rows=num_rows):
             return False
         self._is_full = False
-        work.unspooled = []
+        work.unspooled, work.num_told = [], num_rows
         self.spooled.extend((work, key) for key in keys)
         return True
 

@@ -29,6 +29,7 @@ class ChunkWork:
         results: (row, sample) -> result of all that is finished.
         engines: what has generated those of them that others had finished before.
         unspooled: keys of results that Redis hasn't got yet.
+        num_told: rows that are finished as far as Redis knows.
         is_stopped: its rows run no more, and nothing of it will be committed.
         is_written: its part is on disk under its pending name.
     """
@@ -40,6 +41,7 @@ class ChunkWork:
         self.results: dict[tuple[int, int], RowResult] = {}
         self.engines: list[EngineInfo] = [*lease.engines] if lease.spooled else []
         self.unspooled: list[tuple[int, int]] = []
+        self.num_told = 0
         self.is_stopped = False
         self.is_written = False
         rows = chunk.rows
@@ -78,6 +80,11 @@ class ChunkWork:
     def num_left(self) -> int:
         """Samples that are not finished."""
         return sum(self._left.values())
+
+    @property
+    def num_finished(self) -> int:
+        """Rows that are finished, with all of their samples."""
+        return len(self._num_samples) - len(self._left)
 
     @property
     def is_complete(self) -> bool:

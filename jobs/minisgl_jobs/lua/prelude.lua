@@ -138,8 +138,10 @@ end
 
 -- Ends the lease of a canceled job's chunk; finalise looks for rows in the spools of the chunks in `todo`.
 local function drop_canceled(job, chunk)
-  if redis.call('EXISTS', spool_key(job, chunk)) == 1 then
+  if redis.call('HEXISTS', spool_key(job, chunk), 'n') == 1 then
     redis.call('RPUSH', job_key(job, 'todo'), chunk)
+  else
+    redis.call('UNLINK', spool_key(job, chunk)) -- it tells of rows that are on disk
   end
   end_lease(job, chunk)
   finalise_when_over(job)

@@ -6,7 +6,8 @@
 -- ARGV[2]  chunk
 -- ARGV[3]  token
 -- ARGV[4]  batch     the results, compressed
--- ARGV[5...]         "row.sample" of each
+-- ARGV[5]  rows      of the chunk that are finished with these, or with those in its part
+-- ARGV[6...]         "row.sample" of each; there may be none
 --
 -- Returns the number of new results, or 'stale'.
 
@@ -16,18 +17,16 @@ if not holds(job, chunk, token) then
   return 'stale'
 end
 local spool = spool_key(job, chunk)
-local found = redis.call('HMGET', spool, 'n', unpack(ARGV, 5))
+local found = redis.call('HMGET', spool, 'n', unpack(ARGV, 6))
 local number = tonumber(found[1] or 0) + 1
-local fields = {'n', number, 'b' .. number, batch}
+local fields = {'rows', ARGV[5], 'n', number, 'b' .. number, batch}
 local num_new = 0
-for i = 5, #ARGV do
-  if not found[i - 3] then
+for i = 6, #ARGV do
+  if not found[i - 4] then
     table.insert(fields, ARGV[i])
     table.insert(fields, number)
     num_new = num_new + 1
   end
 end
-if num_new > 0 then
-  redis.call('HSET', spool, unpack(fields))
-end
+redis.call('HSET', spool, unpack(num_new > 0 and fields or {'rows', ARGV[5]}))
 return num_new
