@@ -303,8 +303,9 @@ void grouped_product(int num_processors, TensorView x, TensorView weight, Tensor
   const auto run = [&](auto element, auto first) {
     using T = decltype(element);
     constexpr bool kFirst = decltype(first)::value;
+    const CUtensorMap rows = kFirst ? CUtensorMap{} : describe_rows<T>(x);  // the first product gathers its rows
     launch_with_shared(grouped_product_kernel<T, kFirst>, num_processors / 2 * 2, kProductThreads, kSharedBytes, x.device(),
-                       data<T>(x), describe_rows<T>(x), describe_lines<T, kFirst>(weight),
+                       data<T>(x), rows, describe_lines<T, kFirst>(weight),
                        has_bias ? data<T>(bias) : nullptr, data<T>(out), routed, size_n, size_k,
                        static_cast<float>(alpha), static_cast<float>(limit));
   };
