@@ -69,12 +69,12 @@ def test_chunks_whose_worker_was_lost_are_counted(
 ) -> None:
     """Chunks, not workers: one that dies may have had several."""
     job_id = submit([str(row) for row in range(4)], "--chunk-rows", 1)
-    assert "redelivered" not in fields(run_cli("status", job_id).stdout)
+    assert "recovered" not in fields(run_cli("status", job_id).stdout)
     dead, alive = ChunkQueue(client, MODEL, "dead"), ChunkQueue(client, MODEL, "alive")
     for lease in [taken(dead) for _ in range(3)]:
         expire(client, dead, lease)
     again = [taken(alive) for _ in range(3)]
-    assert fields(run_cli("status", job_id).stdout)["redelivered"] == "3 chunks whose worker was lost"
+    assert fields(run_cli("status", job_id).stdout)["recovered"] == "3 chunks whose worker was lost"
     alive.handback(again)
     end(client, job_id)
 
