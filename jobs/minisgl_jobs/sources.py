@@ -246,7 +246,9 @@ def _unreadable(name: str, error: Exception) -> InvalidInputError:
 
 
 def object_lines(rows: Iterable[Any]) -> Iterator[bytes]:
-    """The rows of a program as lines, so that they are checked like a file's; a string is a prompt.
+    """The rows of a program as lines, so that they are checked like a file's.
+
+    A string is a prompt, and a list is one of token ids or, as in vLLM's `LLM.chat`, a chat's messages.
 
     Raises:
         InvalidInputError: a row holds something that JSON can't express.
@@ -256,9 +258,17 @@ def object_lines(rows: Iterable[Any]) -> Iterator[bytes]:
 
 def _object_line(number: int, row: Any) -> bytes:
     try:
-        return json.dumps({"prompt": row} if isinstance(row, str) else row).encode()
+        return json.dumps(_as_fields(row)).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"row {number} can't be written as JSON: {error}") from error
+
+
+def _as_fields(row: Any) -> Any:
+    if isinstance(row, str):
+        return {"prompt": row}
+    if isinstance(row, list | tuple):
+        return {"prompt_token_ids" if row and isinstance(row[0], int) else "messages": row}
+    return row
 
 
 def refuse_foreign_formats(name: str, head: bytes) -> None:

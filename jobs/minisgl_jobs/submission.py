@@ -38,7 +38,7 @@ from minisgl_jobs.sources import STDIN, object_lines
 from minisgl_jobs.stores import safe_name
 
 Source: TypeAlias = str | os.PathLike[str] | Iterable[Any]
-"""A path or URL of a file or folder, "-" for stdin, or rows as dicts or prompts."""
+"""A path or URL of a file or folder, "-" for stdin, or rows as dicts, prompts, chats or token ids."""
 
 Transport: TypeAlias = Literal["auto", "value", "reference"]
 """Whether rows travel through Redis, or workers read them where they are; by default as MAX_VALUE_BYTES has it."""
@@ -249,6 +249,8 @@ def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
 def _check_arguments(
     source: Source, model: str, chunk_rows: int, seed: int | None, job_id: str, transport: Transport
 ) -> None:
+    if not isinstance(source, Iterable | os.PathLike):
+        raise UsageError(f"the rows must be a path, a URL or a list of rows, got {source!r}")
     if isinstance(source, Mapping):
         raise UsageError("the rows must be a list or another iterable of rows, not a single one: write [row]")
     if not model:
