@@ -228,21 +228,24 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kProductThreads, 1)
   const int num_columns = (size_n + kLines - 1) / kLines, num_tiles = *routed.num_blocks * num_columns;
   if (group == 2) {
     give_registers<56>();
-    load<T, kFirst>(x, rows, weight, routed, stages, size_n, size_k, num_columns, num_tiles);
+    // A thread alone, or all of them: one that only followed could miss a whole turn of the stages, and wait for ever.
+    if (kFirst || threadIdx.x % 128 == 0)
+      load<T, kFirst>(x, rows, weight, routed, stages, size_n, size_k, num_columns, num_tiles);
   } else {
     take_registers<224>();
     ProductTile tile(blockIdx.x / 2, num_tiles, num_columns, routed);
     for (int number = blockIdx.x / 2; number < num_tiles; number += gridDim.x / 2) {
       const ProductTile next(number + gridDim.x / 2, num_tiles, num_columns, routed);
+      const int begin = tile.begin(), num_rows = tile.end() - begin;
       float sums[2][kHalf / 2];
-      switch (tile.half / 8) {
+      switch ((num_rows + 7) / 8) {
+        case 0:  // the stages come all the same
 #define CASE(n) \
   case n: multiply<T, 8 * n>(sums, stages, group, size_k); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10)
         CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20)
 #undef CASE
       }
-      const int begin = tile.begin(), num_rows = tile.end() - begin;
       write<T, kFirst>(sums, output + group * kOutputBytes, out,
                        bias == nullptr ? nullptr : bias + int64_t{tile.expert} * size_n, tile.first_row + begin, num_rows,
                        tile.line + group * 128, size_n, alpha, limit);
