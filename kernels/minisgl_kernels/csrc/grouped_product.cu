@@ -87,13 +87,13 @@ __device__ void load(const T* x, const CUtensorMap& rows, const CUtensorMap& wei
   for (int number = blockIdx.x / 2; number < num_tiles; number += gridDim.x / 2) {
     const ProductTile tile(number, num_tiles, num_columns, routed);
     const int begin = tile.begin(), num_rows = tile.end() - begin, num_boxes = (num_rows + 7) / 8;
-    const T* sources[kHalf / kRows];
+    uint32_t sources[kHalf / kRows];  // vectors of x
     if (kFirst) {
       const int32_t* members = routed.members + int64_t{tile.expert} * routed.member_stride + tile.rank + begin;
 #pragma unroll
       for (int i = 0; i < kHalf / kRows; ++i) {
-        const int64_t source = i * kRows + row < num_rows ? members[i * kRows + row] : 0;
-        sources[i] = x + source * size_k + chunk * kVector;
+        const uint32_t source = i * kRows + row < num_rows ? members[i * kRows + row] : 0;
+        sources[i] = source * (size_k / kVector) + chunk;
       }
     }
     const int line = tile.expert * size_n + tile.line + block * (kLines / 2);
@@ -108,10 +108,11 @@ __device__ void load(const T* x, const CUtensorMap& rows, const CUtensorMap& wei
       }
       if (kFirst) {
         const bool inside = k + chunk * kVector < size_k;
+        const auto* from = reinterpret_cast<const Vector<T>*>(x + k);
 #pragma unroll
         for (int i = 0; i < kHalf / kRows; ++i)
-          if (i * kRows + row < num_rows)
-            copy_or_zero(stages.rows() + i * kRows * 128 + place, inside ? sources[i] + k : x, inside);
+          if (i * kRows < num_rows)
+            copy_or_zero(stages.rows() + i * kRows * 128 + place, from + sources[i], inside && i * kRows + row < num_rows);
         end_of_copies();
         // Those who multiply hear of these rows a stage later, when the next one's copies are on their way.
         if (before != 0) announce<1>(before);
