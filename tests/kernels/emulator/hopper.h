@@ -121,7 +121,9 @@ inline uint64_t describe(uint32_t shared) { return shared >> 4; }
 inline void begin_products() { __syncwarp(); }
 inline void end_products() {}
 template <int kLeft>
-void wait_for_products() {}
+void wait_for_products() {
+  __syncwarp();
+}
 
 template <int kColumns>
 struct Product {
