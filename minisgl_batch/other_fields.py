@@ -27,6 +27,7 @@ ALIASES = {
     "temp": "temperature",
     "random_seed": "seed",
     "from": "role",
+    "role": "messages",  # where a message is given for a row
     **dict.fromkeys(("value", "prompt"), "content"),
     **dict.fromkeys(("tensor_parallel_size", "tp_size"), "tp"),
     **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static"), "memory_ratio"),

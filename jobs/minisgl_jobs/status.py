@@ -84,7 +84,8 @@ class JobStatus:
         leases: chunks that are being worked on.
         created_at, queued_at, started_at, finished_at: Unix seconds of the server's clock; None when not yet.
         now: when this was read, by the same clock.
-        num_deaths: how often a worker died (or went silent) over a chunk of this job.
+        num_deaths: how often a chunk of this job was given out again since its worker had died or gone silent; a worker
+            that held several counts for each.
         num_workers: living worker groups that serve its queue.
         paused: whether its queue is paused.
         error: why it failed or was canceled.

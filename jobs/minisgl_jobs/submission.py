@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, get_args
 
-from minisgl_batch.errors import InvalidParameterError, OutputError, UsageError
+from minisgl_batch.errors import InvalidParameterError, OutputError, StoreUnavailableError, UsageError
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
 from minisgl_batch.words import is_unicode
 from minisgl_jobs.chunks import ChunkReference, chunk_sha256, encode_chunk, encode_reference, iter_chunks
@@ -38,7 +38,7 @@ from minisgl_jobs.sources import STDIN, object_lines
 from minisgl_jobs.stores import safe_name
 
 Source: TypeAlias = str | os.PathLike[str] | Iterable[Any]
-"""A path or URL of a file or folder, "-" for stdin, or rows as dicts or prompts."""
+"""A path or URL of a file or folder, "-" for stdin, or rows as dicts, prompts, chats or token ids."""
 
 Transport: TypeAlias = Literal["auto", "value", "reference"]
 """Whether rows travel through Redis, or workers read them where they are; by default as MAX_VALUE_BYTES has it."""
@@ -231,12 +231,15 @@ def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
 
     Raises:
         InvalidParameterError: it isn't a folder's name, or a URL that nothing installed here writes to.
+        StoreUnavailableError: the URL's store doesn't answer.
     """
     name = os.fspath(output) if output is not None else os.path.join(DEFAULT_OUTPUTS, job_id)
     if safe_name(name) != name:
         raise InvalidParameterError("output", f"must be a URL without a question mark: {safe_name(name)}?...")
     try:
         folder = place(name)
+    except StoreUnavailableError:
+        raise
     except UsageError as error:
         raise InvalidParameterError("output", str(error)) from None
     if not is_unicode(str(folder)):
@@ -249,6 +252,8 @@ def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
 def _check_arguments(
     source: Source, model: str, chunk_rows: int, seed: int | None, job_id: str, transport: Transport
 ) -> None:
+    if not isinstance(source, Iterable | os.PathLike):
+        raise UsageError(f"the rows must be a path, a URL or a list of rows, got {source!r}")
     if isinstance(source, Mapping):
         raise UsageError("the rows must be a list or another iterable of rows, not a single one: write [row]")
     if not model:

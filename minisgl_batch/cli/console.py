@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells have it."""
+PIPE_CLOSED = 141
+"""The exit code when nobody reads the output any more, as of commands that SIGPIPE ends."""
 
 
 def talk(message: str) -> None:
@@ -32,9 +34,10 @@ def talk(message: str) -> None:
 
 
 def drop_output() -> None:
-    """Give up what standard output hasn't taken, which the interpreter would try to write once more when it ends."""
+    """Give up what wasn't taken of the output, which the interpreter would try to write once more when it ends."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(null, stream.fileno())
     os.close(null)
 
 

@@ -14,6 +14,7 @@ import click
 from minisgl_batch._version import __version__
 from minisgl_batch.cli.console import (
     INTERRUPTED,
+    PIPE_CLOSED,
     command_options,
     drop_output,
     show_error,
@@ -52,6 +53,7 @@ Exit codes:
   4    Redis can't be reached, refuses the login, or is full
   5    the job was written by another release
   130  interrupted
+  141  nobody reads the output any more, as after `| head`
 """
 
 
@@ -73,6 +75,16 @@ def _usage_errors_in_one_line() -> Iterator[None]:
         raise click.exceptions.Exit(error.exit_code) from error
 
 
+@contextmanager
+def _quiet_when_nobody_reads() -> Iterator[None]:
+    """A reader may go when it has what it wants, as `head` does; click would make that an exit code of 1."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        drop_output()
+        raise click.exceptions.Exit(PIPE_CLOSED) from error
+
+
 class LazyGroup(click.Group):
     """Knows its commands by name, so that `--help` and completion import none of them."""
 
@@ -90,19 +102,20 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _usage_errors_in_one_line():
+        with _quiet_when_nobody_reads(), _usage_errors_in_one_line():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            with _usage_errors_in_one_line():
-                return self._invoke(ctx)
-        except MiniSGLError as error:
-            show_error(error)
-            raise click.exceptions.Exit(error.exit_code) from error
-        except KeyboardInterrupt as error:
-            talk("interrupted")
-            raise click.exceptions.Exit(INTERRUPTED) from error
+        with _quiet_when_nobody_reads():
+            try:
+                with _usage_errors_in_one_line():
+                    return self._invoke(ctx)
+            except MiniSGLError as error:
+                show_error(error)
+                raise click.exceptions.Exit(error.exit_code) from error
+            except KeyboardInterrupt as error:
+                talk("interrupted")
+                raise click.exceptions.Exit(INTERRUPTED) from error
 
     def _invoke(self, ctx: click.Context) -> Any:
         try:
@@ -130,7 +143,7 @@ class LazyGroup(click.Group):
             return super().main(*args, **kwargs)
         except OSError as error:  # of the help, too
             if error.errno not in _NO_ROOM or error.filename is not None:
-                raise  # EPIPE ends us in silence, anything else is a defect
+                raise  # a defect
             talk(f"Error: the output can't be written: {error.strerror}")
             drop_output()
             sys.exit(1)

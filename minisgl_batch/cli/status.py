@@ -189,7 +189,7 @@ def _fields(progress: Progress, manifest: Manifest | None) -> list[tuple[str, st
         ("started", _moment(found.started_at, found.now)),
         ("ended", _moment(found.finished_at, found.now)),
         ("workers", ", ".join(_leases(found))),
-        ("lost", f"{count(found.num_deaths, 'time')} a worker died over it" if found.num_deaths else ""),
+        ("recovered", f"{count(found.num_deaths, 'chunk')} whose worker was lost" if found.num_deaths else ""),
         ("output", one_line(spec.output)),
     ]
 

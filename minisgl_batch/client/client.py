@@ -107,7 +107,8 @@ class Client:
 
         Args:
             source: a path or URL of a JSONL, CSV, Parquet or Arrow file or of a folder of them, "-" for stdin, rows as
-                dicts or prompts, or a table (of pyarrow, pandas, polars: anything with an Arrow stream).
+                dicts, prompts, chats (lists of messages) or lists of token ids, or a table (of pyarrow, pandas, polars:
+                anything with an Arrow stream).
             model: the name that workers serve it as.
             output: a folder or URL that the workers see; by default `outputs/<job id>` here.
             params: sampling of rows that don't say otherwise.

@@ -28,6 +28,7 @@ from minisgl_batch.tokenizer.chat import ChatOptions
 from minisgl_batch.tokenizer.choices import MAX_CHOICE_TOKENS, Choice
 from minisgl_batch.tokenizer.detokenizer import Detokenizer
 from minisgl_batch.tokenizer.grammar import check_constraint, make_grammar
+from minisgl_batch.tokenizer.room import Room
 from minisgl_batch.tokenizer.tokenizer import IntArray, ModelTokenizer, PromptInput, is_chat
 
 T = TypeVar("T")
@@ -200,14 +201,15 @@ def resolve_request(
     except InvalidParameterError as error:
         raise RequestError("invalid_request", str(error)) from None
     seed = params.seed if params.seed is not None else derive_seed(job_seed, row_index)
+    room = Room(max_len, tokenizer.max_len)
     if params.choices is not None:
-        return _resolve_choices(tokenizer, prompt, prompt_ids, params.choices, params.truncate, max_len, seed)
-    prompt_ids = _fit(prompt_ids, max_len, params)
-    room = max_len - len(prompt_ids)
+        return _resolve_choices(tokenizer, prompt, prompt_ids, params.choices, params.truncate, room, seed)
+    prompt_ids = room.fit(prompt_ids, params)
+    num_left = max_len - len(prompt_ids)
     eos_ids = frozenset(() if params.ignore_eos else tokenizer.eos_ids)
     stop_token_ids = frozenset(params.stop_token_ids or ())
     sampling = EngineSampling(
-        max_tokens=min(params.max_tokens or room, room),
+        max_tokens=min(params.max_tokens or num_left, num_left),
         temperature=_set(params.temperature),
         top_k=max(_set(params.top_k), 0),
         top_p=_set(params.top_p),
@@ -274,7 +276,7 @@ def _resolve_choices(
     prompt_ids: IntArray,
     texts: tuple[str, ...],
     truncate: Truncate | None,
-    max_len: int,
+    room: Room,
     seed: int,
 ) -> ResolvedRequest:
     """A prompt whose continuations are scored. The token that the engine makes behind each is thrown away."""
@@ -282,14 +284,13 @@ def _resolve_choices(
     prompt_ids, endings = tokenizer.encode_choices(prompt, prompt_ids, texts)
     longest = max(map(len, endings))
     _check_size(len(prompt_ids) + longest, len(texts))
-    if truncate in (None, "error") and len(prompt_ids) + longest >= max_len:
+    if truncate in (None, "error") and len(prompt_ids) + longest >= room.max_len:
         raise RequestError(
             "prompt_too_long",
-            f"the prompt and its longest choice have {len(prompt_ids)} + {longest} tokens and the context {max_len}: "
-            f"shorten them to at most {max_len - 1} tokens, let truncate cut the prompt, or serve a model with a "
-            "longer context",
+            f"the prompt and its longest choice have {len(prompt_ids)} + {longest} tokens and {room}: shorten "
+            f"them to at most {room.max_len - 1} tokens, let truncate cut the prompt, or {room.advice}",
         )
-    prompt_ids = _cut(prompt_ids, max_len, longest + 1, "the longest choice", truncate)
+    prompt_ids = room.cut(prompt_ids, longest + 1, "the longest choice", truncate)
     sampling = EngineSampling(max_tokens=1, seed=seed, num_prompt_logprobs=0)
     choices = tuple(Choice(text, ids) for text, ids in zip(texts, endings, strict=True))
     return ResolvedRequest(prompt_ids, sampling, choices=choices)
@@ -302,37 +303,6 @@ def _check_size(num_tokens: int, num_choices: int) -> None:
             f"{num_choices} choices behind a prompt of {num_tokens} tokens come to more than {MAX_CHOICE_TOKENS} "
             "tokens: give fewer choices, or make several rows of them",
         )
-
-
-def _fit(prompt_ids: IntArray, max_len: int, params: SamplingParams) -> IntArray:
-    """The prompt, or what `truncate` leaves of it."""
-    num_tokens = len(prompt_ids)
-    lengths = f"the prompt has {num_tokens} tokens and the context {max_len}"
-    if params.truncate == "error":
-        if num_tokens < max_len:
-            return prompt_ids
-        raise RequestError(
-            "prompt_too_long",
-            f"{lengths}, which leaves no room for output: shorten the prompt to at most {max_len - 1} tokens, let "
-            "truncate cut it, or serve a model with a longer context",
-        )
-    if num_tokens + (params.max_tokens or 1) <= max_len:
-        return prompt_ids
-    if params.max_tokens is None:
-        raise RequestError("prompt_too_long", f"{lengths}: truncate needs max_tokens, to know how much room to make")
-    return _cut(prompt_ids, max_len, params.max_tokens, "max_tokens", params.truncate)
-
-
-def _cut(prompt_ids: IntArray, max_len: int, room: int, what: str, truncate: Truncate | None) -> IntArray:
-    """What is left of a prompt when `what` gets the room that it needs."""
-    kept = max_len - room
-    if kept < 1:
-        raise RequestError(
-            "prompt_too_long",
-            f"the prompt has {len(prompt_ids)} tokens and the context {max_len}, of which {what} takes {room}: nothing "
-            "is left for the prompt",
-        )
-    return prompt_ids[-kept:] if truncate == "left" else prompt_ids[:kept]
 
 
 def _bytes(token_ids: IntArray) -> bytes:

@@ -263,6 +263,18 @@ def test_options_that_contradict() -> None:
             ReadOptions(**options)  # type: ignore[arg-type]
 
 
+def test_chats_and_token_ids_of_a_program() -> None:
+    chat = [{"role": "user", "content": "a"}]
+    first, second, third, *faults = read_rows(object_lines([chat, "b", (3, 4), [], ["c"]]))
+    assert first == Row(row_index=0, messages=chat)
+    assert second == Row(row_index=1, prompt="b")
+    assert third == Row(row_index=2, prompt_token_ids=[3, 4])
+    assert [f.field for f in faults if isinstance(f, Fault)] == ["messages", "messages[0]"]
+    (message,) = read_rows(object_lines(chat))  # one chat isn't a list of chats
+    assert isinstance(message, Fault)
+    assert (message.field, message.hint.partition("?")[0]) == ("role", "did you mean messages")
+
+
 def test_rows_of_a_program_are_checked_alike() -> None:
     rows = ["a", {"prompt": "b", "max_tokens": 3}, {"prompt": "\ud800"}, {"prompt": "c", "top_p": float("nan")}]
     first, second, *faults = read_rows(object_lines(rows))

@@ -186,6 +186,8 @@ def test_arguments_that_are_refused(tmp_path: Path, arguments: dict[str, Any], f
 def test_inputs_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"write \[row\]"):
         prepare({"prompt": "a"}, model="m", output=tmp_path)
+    with pytest.raises(UsageError, match="must be a path, a URL or a list of rows, got 5"):
+        prepare(5, model="m", output=tmp_path)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="rows holds no rows"):
         prepare([], model="m", output=tmp_path)
     (tmp_path / "_SUCCESS").touch()

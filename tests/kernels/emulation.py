@@ -6,7 +6,9 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -36,7 +38,19 @@ def build_emulator() -> Path:
 
 def emulated(library: Path, name: str) -> Callable[..., None]:
     """A kernel's function."""
-    return _caller(getattr(ctypes.CDLL(str(library)), f"emulate_{name}"))
+    kernels = ctypes.CDLL(str(library))
+    return _caller(getattr(kernels, f"emulate_{name}"), kernels.emulate_stuck)
+
+
+@contextmanager
+def late_thread(library: Path, thread: int) -> Iterator[None]:
+    """Let a thread of the first block, or of the first cluster, go on only when no other one can."""
+    set_late = emulated(library, "late")
+    set_late(thread)
+    try:
+        yield
+    finally:
+        set_late(-1)
 
 
 @cache
@@ -57,14 +71,16 @@ def _build() -> Path:
     text = "\0".join([*flags, *(path.read_text(encoding="utf-8") for path in sorted(files))])
     library = cpp.cache_dir() / f"emulated-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
-        built = library.with_suffix(".new")
-        subprocess.run(["g++", *flags, str(_EMULATOR / "kernels.cpp"), "-o", str(built)], check=True)
-        built.replace(library)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # others may build it at the same time
+            built = Path(folder) / library.name
+            subprocess.run(["g++", *flags, str(_EMULATOR / "kernels.cpp"), "-o", str(built)], check=True)
+            built.replace(library)
     return library
 
 
-def _caller(function: ctypes._NamedFuncPointer) -> Callable[..., None]:
+def _caller(function: ctypes._NamedFuncPointer, stuck: ctypes._NamedFuncPointer) -> Callable[..., None]:
     """Passes a tensor as its address, and its sizes with its strides from the fifth place on and its elements' size."""
+    stuck.restype = ctypes.c_bool
 
     def call(*args: torch.Tensor | float | bool) -> None:
         values: list[object] = []
@@ -79,5 +95,6 @@ def _caller(function: ctypes._NamedFuncPointer) -> Callable[..., None]:
             else:
                 values.append(ctypes.c_double(arg))
         function(*values)
+        assert not stuck(), "threads wait for what never comes"
 
     return call

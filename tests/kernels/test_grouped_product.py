@@ -13,7 +13,7 @@ from minisgl_kernels import grouped_product, matmul, reference_moe
 from minisgl_kernels.fixed_order import CpuFixedOrder
 from minisgl_kernels.fused_moe import ClampedSwiglu, fused_moe, runs_clusters
 from tests.kernels.devices import interpreter
-from tests.kernels.emulation import build_emulator, emulated
+from tests.kernels.emulation import build_emulator, emulated, late_thread
 from tests.kernels.errors import assert_close
 from tests.kernels.test_fused_moe import experts
 
@@ -72,6 +72,17 @@ def test_experts_with_a_row_each(device: torch.device) -> None:
 
 def test_several_tiles_per_expert_and_program(device: torch.device) -> None:
     check(device, 330, 2, 1, 136, 136)
+
+
+@pytest.mark.parametrize("thread", [32, 256, 257, 288, 3 * 128 + 37, 3 * 128 + 256, 3 * 128 + 383])
+def test_a_thread_may_be_late(monkeypatch: pytest.MonkeyPatch, thread: int) -> None:
+    """By however much: of those who multiply, of those who load, of either block."""
+    library = build_emulator()
+    run = partial(emulated(library, "grouped_product"), 2)
+    monkeypatch.setattr(module, "_MANY_ROWS", 0)
+    monkeypatch.setattr(grouped_product, "_load", lambda _: run)
+    with late_thread(library, thread):
+        check(interpreter(monkeypatch), 30, 2, 1, 136, 520)
 
 
 @pytest.mark.gpu

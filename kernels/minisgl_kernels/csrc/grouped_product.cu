@@ -87,13 +87,13 @@ __device__ void load(const T* x, const CUtensorMap& rows, const CUtensorMap& wei
   for (int number = blockIdx.x / 2; number < num_tiles; number += gridDim.x / 2) {
     const ProductTile tile(number, num_tiles, num_columns, routed);
     const int begin = tile.begin(), num_rows = tile.end() - begin, num_boxes = (num_rows + 7) / 8;
-    const T* sources[kHalf / kRows];
+    uint32_t sources[kHalf / kRows];  // vectors of x
     if (kFirst) {
       const int32_t* members = routed.members + int64_t{tile.expert} * routed.member_stride + tile.rank + begin;
 #pragma unroll
       for (int i = 0; i < kHalf / kRows; ++i) {
-        const int64_t source = i * kRows + row < num_rows ? members[i * kRows + row] : 0;
-        sources[i] = x + source * size_k + chunk * kVector;
+        const uint32_t source = i * kRows + row < num_rows ? members[i * kRows + row] : 0;
+        sources[i] = source * (size_k / kVector) + chunk;
       }
     }
     const int line = tile.expert * size_n + tile.line + block * (kLines / 2);
@@ -108,10 +108,11 @@ __device__ void load(const T* x, const CUtensorMap& rows, const CUtensorMap& wei
       }
       if (kFirst) {
         const bool inside = k + chunk * kVector < size_k;
+        const auto* from = reinterpret_cast<const Vector<T>*>(x + k);
 #pragma unroll
         for (int i = 0; i < kHalf / kRows; ++i)
-          if (i * kRows + row < num_rows)
-            copy_or_zero(stages.rows() + i * kRows * 128 + place, inside ? sources[i] + k : x, inside);
+          if (i * kRows < num_rows)
+            copy_or_zero(stages.rows() + i * kRows * 128 + place, from + sources[i], inside && i * kRows + row < num_rows);
         end_of_copies();
         // Those who multiply hear of these rows a stage later, when the next one's copies are on their way.
         if (before != 0) announce<1>(before);
@@ -228,21 +229,24 @@ __global__ void __cluster_dims__(2) __launch_bounds__(kProductThreads, 1)
   const int num_columns = (size_n + kLines - 1) / kLines, num_tiles = *routed.num_blocks * num_columns;
   if (group == 2) {
     give_registers<56>();
-    load<T, kFirst>(x, rows, weight, routed, stages, size_n, size_k, num_columns, num_tiles);
+    // A thread alone, or all of them: one that only followed could miss a whole turn of the stages, and wait for ever.
+    if (kFirst || threadIdx.x % 128 == 0)
+      load<T, kFirst>(x, rows, weight, routed, stages, size_n, size_k, num_columns, num_tiles);
   } else {
     take_registers<224>();
     ProductTile tile(blockIdx.x / 2, num_tiles, num_columns, routed);
     for (int number = blockIdx.x / 2; number < num_tiles; number += gridDim.x / 2) {
       const ProductTile next(number + gridDim.x / 2, num_tiles, num_columns, routed);
+      const int begin = tile.begin(), num_rows = tile.end() - begin;
       float sums[2][kHalf / 2];
-      switch (tile.half / 8) {
+      switch ((num_rows + 7) / 8) {
+        case 0:  // the stages come all the same
 #define CASE(n) \
   case n: multiply<T, 8 * n>(sums, stages, group, size_k); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10)
         CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20)
 #undef CASE
       }
-      const int begin = tile.begin(), num_rows = tile.end() - begin;
       write<T, kFirst>(sums, output + group * kOutputBytes, out,
                        bias == nullptr ? nullptr : bias + int64_t{tile.expert} * size_n, tile.first_row + begin, num_rows,
                        tile.line + group * 128, size_n, alpha, limit);

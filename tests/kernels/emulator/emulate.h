@@ -50,6 +50,7 @@ struct Barrier {
 
 // Of a cluster all blocks at once, one thread behind the other.
 struct Block {
+  int first;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Barrier> warps;
   Barrier all;
@@ -58,6 +59,9 @@ struct Block {
 };
 
 inline Block* block = nullptr;
+inline int late = -1;       // a thread that goes on only when no other one can
+inline int64_t steps = 0;   // waits that are over, of all threads
+inline bool stuck = false;  // the last kernel waited for what never came
 inline std::vector<uint4> shared_memory;
 inline std::function<void()> body;
 
@@ -72,6 +76,7 @@ inline void meet(Barrier& barrier) {
     ++barrier.turn;
   }
   while (barrier.turn == turn) yield();
+  ++steps;
 }
 inline void leave(Barrier& barrier) {
   if (--barrier.members > 0 && barrier.arrived == barrier.members) {
@@ -84,6 +89,7 @@ inline void meet_warp() { meet(block->warps[block->current / 32]); }
 inline void fiber_main() {
   body();
   self().done = true;
+  ++steps;
   leave(block->warps[block->current / 32]);
   leave(block->all);
   swapcontext(&self().context, &block->scheduler);
@@ -232,6 +238,21 @@ namespace emulate {
 inline size_t shared_vectors;  // of a block
 inline char* shared_of(int block) { return reinterpret_cast<char*>(shared_memory.data() + block * shared_vectors); }
 
+// Lets all threads of the running blocks go on as far as they can; `late` only where the others can't. Returns whether
+// any is left.
+inline bool advance(Block& running, bool of_late) {
+  bool any = false;
+  for (int i = 0; i < static_cast<int>(running.fibers.size()); ++i) {
+    if (running.fibers[i]->done) continue;
+    any = true;
+    if ((i == late) != of_late) continue;
+    running.current = i;
+    blockIdx = dim3(running.first + i / blockDim.x);
+    swapcontext(&running.scheduler, &running.fibers[i]->context);
+  }
+  return any;
+}
+
 // Run a kernel, cluster after cluster.
 template <typename... Params, typename... Args>
 void launch_clusters(int cluster, void (*kernel)(Params...), int blocks, int threads, int shared, Args&&... args) {
@@ -240,8 +261,10 @@ void launch_clusters(int cluster, void (*kernel)(Params...), int blocks, int thr
   gridDim = dim3(blocks);
   blockDim = dim3(threads);
   body = [&] { kernel(static_cast<Params>(args)...); };
-  for (int number = 0; number < blocks; number += cluster) {
+  stuck = false;
+  for (int number = 0; number < blocks && !stuck; number += cluster) {
     Block running;
+    running.first = number;
     block = &running;
     running.warps.resize((threads * cluster + 31) / 32);
     running.all.members = threads * cluster;
@@ -254,15 +277,11 @@ void launch_clusters(int cluster, void (*kernel)(Params...), int blocks, int thr
       fiber.context.uc_stack.ss_size = fiber.stack.size();
       makecontext(&fiber.context, fiber_main, 0);
     }
-    for (bool any = true; any;) {
-      any = false;
-      for (int i = 0; i < threads * cluster; ++i) {
-        if (running.fibers[i]->done) continue;
-        any = true;
-        running.current = i;
-        blockIdx = dim3(number + i / threads);
-        swapcontext(&running.scheduler, &running.fibers[i]->context);
-      }
+    for (bool any = true; any && !stuck;) {
+      const int64_t before = steps;
+      any = advance(running, false);
+      if (steps == before) any = advance(running, true);
+      stuck = any && steps == before;
     }
   }
 }

@@ -60,6 +60,7 @@ inline void copy_or_zero(uint32_t shared, const void* global, bool inside) {
 inline void arrive(uint32_t barrier) { arrive_at(barrier, rank_in_cluster()); }
 inline void wait(uint32_t barrier, int parity) {
   while (phases(barrier, rank_in_cluster()).number % 2 == parity) emulate::yield();
+  ++emulate::steps;
 }
 
 // A tensor's address, elements of a line, lines, and lines of a group, which come part by part, or of a tile.
@@ -117,10 +118,12 @@ inline uint4 load_shared(uint32_t shared) {
 }
 
 inline uint64_t describe(uint32_t shared) { return shared >> 4; }
-inline void begin_products() {}
+inline void begin_products() { __syncwarp(); }
 inline void end_products() {}
 template <int kLeft>
-void wait_for_products() {}
+void wait_for_products() {
+  __syncwarp();
+}
 
 template <int kColumns>
 struct Product {

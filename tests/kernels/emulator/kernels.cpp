@@ -21,6 +21,10 @@ using namespace minisgl;
 constexpr int kStrides = 4;  // where they begin
 constexpr int kItemSize = 8;  // where the bytes of an element are
 
+// See `emulate.h`.
+extern "C" void emulate_late(double thread) { emulate::late = static_cast<int>(thread); }
+extern "C" bool emulate_stuck() { return emulate::stuck; }
+
 extern "C" void emulate_add_rms_norm(const T* x, Sizes x_sizes, T* residual, Sizes, const T* weight, Sizes, T* normed,
                                      Sizes, double eps, bool has_residual) {
   const int size = x_sizes[1], threads = (size / kVector + 63) / 64 * 32;

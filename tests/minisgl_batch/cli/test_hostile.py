@@ -209,6 +209,20 @@ def test_a_pipe_that_closes_early(client: redis.Redis, submit: Callable[..., str
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize("command", ["jobs --json", "results {job}", "tail {job}", "--help", "jobs --help", "none"])
+def test_an_output_that_nobody_reads(client: redis.Redis, submit: Callable[..., str], command: str) -> None:
+    """The exit code is that of commands which SIGPIPE ends."""
+    with EchoWorker(client):
+        job_id = submit(["a"], "--wait")
+    reading, writing = os.pipe()
+    os.close(reading)
+    args = [sys.executable, "-m", "minisgl_batch.cli.main", *command.format(job=job_id).split()]
+    stderr = writing if command == "none" else subprocess.PIPE  # where the error goes that there is no such command
+    with os.fdopen(writing):
+        result = subprocess.run(args, stdout=writing, stderr=stderr, text=True, check=False, env=environment())
+    assert (result.returncode, result.stderr or "") == (141, "")
+
+
 @pytest.mark.parametrize("command", ["jobs --json", "results {job}", "tail {job}", "--help"])
 def test_an_output_that_is_full(client: redis.Redis, submit: Callable[..., str], tmp_path: Path, command: str) -> None:
     """A limit on file sizes makes writes fail as a full disk does."""

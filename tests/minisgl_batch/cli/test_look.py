@@ -10,9 +10,10 @@ import pytest
 import redis
 
 from minisgl_batch.client import Client
+from minisgl_jobs.leases import ChunkQueue
 from minisgl_jobs.model import JobState
-from tests.jobs.helpers import wait_for
-from tests.minisgl_batch.cli.conftest import RunCli, write_rows
+from tests.jobs.helpers import expire, taken, wait_for
+from tests.minisgl_batch.cli.conftest import RunCli, end, write_rows
 from tests.minisgl_batch.echo_worker import MODEL, EchoWorker
 
 
@@ -61,6 +62,21 @@ def test_a_job_from_waiting_to_finished(
     assert record["cached_share"] == 0.5
     assert record["tokens_per_s"] == pytest.approx(24 / max(record["finished_at"] - record["started_at"], 1e-3))
     assert record["finished_at"] >= record["started_at"] >= record["queued_at"] >= record["created_at"]
+
+
+def test_chunks_whose_worker_was_lost_are_counted(
+    run_cli: RunCli, client: redis.Redis, submit: Callable[..., str]
+) -> None:
+    """Chunks, not workers: one that dies may have had several."""
+    job_id = submit([str(row) for row in range(4)], "--chunk-rows", 1)
+    assert "recovered" not in fields(run_cli("status", job_id).stdout)
+    dead, alive = ChunkQueue(client, MODEL, "dead"), ChunkQueue(client, MODEL, "alive")
+    for lease in [taken(dead) for _ in range(3)]:
+        expire(client, dead, lease)
+    again = [taken(alive) for _ in range(3)]
+    assert fields(run_cli("status", job_id).stdout)["recovered"] == "3 chunks whose worker was lost"
+    alive.handback(again)
+    end(client, job_id)
 
 
 def test_texts_that_were_cut_are_counted(

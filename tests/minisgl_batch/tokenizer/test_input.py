@@ -38,7 +38,7 @@ def tokenizer(chatml_folder: Path) -> ModelTokenizer:
 def resolve(
     tokenizer: ModelTokenizer, *layers: SamplingParams, num_tokens: int = 10, max_len: int = 100, row_index: int = 0
 ) -> ResolvedRequest:
-    ids = np.arange(num_tokens, dtype=np.int32)
+    ids = np.arange(num_tokens, dtype=np.int32) % tokenizer.vocab_size
     return resolve_request(tokenizer, ids, *layers, max_len=max_len, job_seed=5, row_index=row_index)
 
 
@@ -246,15 +246,29 @@ def test_a_cut_prompt_leaves_room_for_all_of_max_tokens(
 @pytest.mark.parametrize(
     ("params", "problem"),
     [
-        (SamplingParams(truncate="left"), "400 tokens and the context 100: truncate needs max_tokens"),
+        (SamplingParams(truncate="left"), "400 tokens and the engine has room for 100 .*: truncate needs max_tokens"),
         (SamplingParams(truncate="right", max_tokens=100), "of which max_tokens takes 100: nothing is left"),
-        (SamplingParams(truncate="error", max_tokens=5), "400 tokens and the context 100, which leaves no room"),
+        (SamplingParams(truncate="error", max_tokens=5), "400 tokens and the engine has .*, which leaves no room"),
     ],
 )
 def test_a_prompt_that_cannot_be_cut(tokenizer: ModelTokenizer, params: SamplingParams, problem: str) -> None:
     with pytest.raises(RequestError, match=problem) as caught:
         resolve(tokenizer, params, num_tokens=400)
     assert caught.value.error_type == "prompt_too_long"
+
+
+@pytest.mark.parametrize("choices", [None, ("a", "b")])
+def test_whether_the_engine_or_the_model_has_no_room(
+    tokenizer: ModelTokenizer, choices: tuple[str, ...] | None
+) -> None:
+    """A KV cache that is smaller than the context is the engine's."""
+    params, context_len = SamplingParams(choices=choices), tokenizer.max_len
+    with pytest.raises(RequestError, match=f"tokens and the context {context_len}.* a model with a longer context"):
+        resolve(tokenizer, params, num_tokens=context_len, max_len=context_len)
+    with pytest.raises(RequestError, match=f" has room for 32 of the context's {context_len}.* KV cache") as caught:
+        resolve(tokenizer, params, num_tokens=32, max_len=32)
+    assert "num_pages" in str(caught.value)
+    assert "longer context" not in str(caught.value)
 
 
 def test_truncate_without_max_tokens_leaves_prompts_that_fit(tokenizer: ModelTokenizer) -> None:
