@@ -72,6 +72,18 @@ class InputUnreachableError(InvalidInputError):
     """Raised when this machine can't open or read an input, or may not; another worker may."""
 
 
+class InputUnavailableError(InputUnreachableError):
+    """Raised when an input can't be read now: its store doesn't answer, or a disk fails."""
+
+    exit_code = 1
+
+
+class StoreUnavailableError(UsageError):
+    """Raised when the store that a URL is in doesn't answer."""
+
+    exit_code = 1
+
+
 class ModelError(UsageError):
     """Raised when a model can't be used: there is none, or its files aren't what they should be."""
 

@@ -1,11 +1,12 @@
 """Finds out what compiling a grammar comes to, in a process of its own: some would take hours, or all memory.
 
 llguidance bounds most of what a grammar can ask for, but not all, and a thread can't be ended. The process knows no
-model: it compiles for a vocabulary of single bytes. Called by rank 0 before it compiles, and where a grammar's syntax
-alone is looked at, on which llguidance may run out of its stack, too.
+model: it compiles for a vocabulary of single bytes. A fork of it does the work, so that one which dies of a grammar
+costs no new start of Python. Called by rank 0 before it compiles, and where a grammar's syntax alone is looked at, on
+which llguidance may run out of its stack, too.
 
-A check is a line of JSON to the process, the grammar as a string and whether to compile it, and one back: what is wrong
-with it, or "".
+A check is a line of JSON to the process, the grammar as a string, whether to compile it, and the processor time that it
+may take, and one back: what is wrong with it, "" for nothing, or null where it took too much.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -28,6 +31,7 @@ from minisgl_batch.words import one_line
 CPU_S = 2.0
 MEMORY_BYTES = 512 << 20
 WALL_S = 60.0  # far more than any check takes on a busy machine
+_LOOK_S = 0.05  # between looks whether anybody still waits
 _MAX_CHARS = 300
 _TRIES = 3  # when somebody kills the process, such as a system that is short of memory
 _UNLIMITED_STACK_BYTES = 2 << 20  # a thread's, of glibc
@@ -45,44 +49,54 @@ class GrammarCheck:
 
     def __init__(self, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES) -> None:
         """Processor time of a check, and memory beyond what the process needs anyway."""
-        self._limits = (str(cpu_s), str(memory_bytes))
+        self._cpu_s = cpu_s
+        self._memory_bytes = memory_bytes
         self._process: subprocess.Popen[str] | None = None
         self.syntax_problem = lru_cache(maxsize=64)(partial(self.problem, compiles=False))
 
-    def problem(self, grammar: str, *, compiles: bool = True) -> str:
+    def problem(
+        self,
+        grammar: str,
+        *,
+        compiles: bool = True,
+        cpu_s: float | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> str:
         """Why a grammar can't be used, "" if it can; after at most some seconds.
 
         Args:
             compiles: without, only what is wrong with it by itself is found; `syntax_problem` remembers that.
+            cpu_s: processor time of this check; by default as it was made.
+            is_wanted: asked now and then; once it says no, the check ends, and any answer will do.
         """
+        line = json.dumps([grammar, compiles, self._cpu_s if cpu_s is None else cpu_s]) + "\n"
         try:
-            return self._problem(grammar, compiles)
+            return self._problem(line, is_wanted)
         except BaseException:  # such as an interrupt: the answer that is still to come is no other grammar's
             self.close()
             raise
 
-    def _problem(self, grammar: str, compiles: bool) -> str:
+    def _problem(self, line: str, is_wanted: Callable[[], bool]) -> str:
         for _ in range(_TRIES):
             process = self._process or self._start()
             assert process.stdin is not None
             assert process.stdout is not None
             with suppress(BrokenPipeError):  # it died: there will be no answer
-                process.stdin.write(json.dumps([grammar, compiles]) + "\n")
+                process.stdin.write(line)
                 process.stdin.flush()
-            if not select.select([process.stdout], [], [], WALL_S)[0]:
-                break
+            until = time.monotonic() + WALL_S
+            while not select.select([process.stdout], [], [], _LOOK_S)[0]:
+                if not is_wanted() or time.monotonic() > until:
+                    self.close()
+                    return TOO_COMPLEX
             if answer := process.stdout.readline():
-                problem: str = json.loads(answer)
-                return problem
-            was_its_own_fault = process.wait() != -signal.SIGKILL  # no limit of its own ends it so
+                problem: str | None = json.loads(answer)
+                return TOO_COMPLEX if problem is None else problem
             self.close()
-            if was_its_own_fault:
-                break
-        self.close()
         return TOO_COMPLEX
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "minisgl_batch.grammar_check", *self._limits]
+        command = [sys.executable, "-m", "minisgl_batch.grammar_check", str(self._memory_bytes)]
         # In a session of its own: an interrupt from the terminal is none of its business.
         self._process = subprocess.Popen(
             command,
@@ -97,7 +111,8 @@ class GrammarCheck:
     def close(self) -> None:
         """End the process; the next check starts another."""
         if self._process is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # and its fork, if a check is under way
             self._process.communicate()
             self._process = None
 
@@ -152,32 +167,43 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def main(cpu_s: float, memory_bytes: int) -> None:
+def main(memory_bytes: int) -> None:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_stack_bytes())
-    server = threading.Thread(target=_serve, args=(cpu_s, memory_bytes))
-    server.start()
-    server.join()
-
-
-def _serve(cpu_s: float, memory_bytes: int) -> None:
-    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-
     vocabulary = LLTokenizer(TokenizerWrapper(_Bytes()))
+    while (process := os.fork()) and (code := os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])):
+        if code == -signal.SIGKILL:  # no limit of its own ends it so
+            sys.exit(1)
+        _say(None)
+    if not process:
+        server = threading.Thread(target=_serve, args=(vocabulary, memory_bytes))
+        server.start()
+        server.join()
+
+
+def _serve(vocabulary: Any, memory_bytes: int) -> None:
+    from llguidance import LLMatcher
+
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as file:
             num_bytes = int(file.read().split()[0]) * resource.getpagesize() + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     for line in sys.stdin:
-        grammar, compiles = json.loads(line)
+        grammar, compiles, cpu_s = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # ends the process
         problem = syntax_problem(grammar)
         if not problem and compiles:
             # What is wrong here but for time and memory may be right for the model's own vocabulary.
             LLMatcher(vocabulary, grammar, log_level=0, limits=limits()).compute_bitmask()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        sys.stdout.write(json.dumps(problem) + "\n")
-        sys.stdout.flush()
+        _say(problem)
+
+
+def _say(problem: str | None) -> None:
+    sys.stdout.write(json.dumps(problem) + "\n")
+    sys.stdout.flush()
 
 
 def _stack_bytes() -> int:
@@ -188,4 +214,4 @@ def _stack_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]))

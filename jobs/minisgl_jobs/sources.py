@@ -20,10 +20,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from minisgl_batch.errors import InputUnreachableError, InvalidInputError
+from minisgl_batch.errors import InputUnavailableError, InputUnreachableError, InvalidInputError
 from minisgl_jobs.model import InputInfo
 from minisgl_jobs.places import Place, RemotePath, open_binary, place
-from minisgl_jobs.stores import url_scheme
+from minisgl_jobs.stores import is_of_name, url_scheme
 
 MAX_LINE_BYTES = (
     64 << 20
@@ -223,6 +223,7 @@ def reading(name: str) -> Iterator[None]:
 
     Raises:
         InputUnreachableError: it can't be opened or read.
+        InputUnavailableError: it can't now, as its store or disk fails.
         InvalidInputError: it is damaged.
     """
     try:
@@ -241,8 +242,10 @@ def _unreadable(name: str, error: Exception) -> InvalidInputError:
     reason = getattr(error, "strerror", None) or str(error)
     if "Truncated" in reason:
         reason = "the compressed data ends too early; is the file whole?"
-    kind = InvalidInputError if getattr(error, "errno", None) is None else InputUnreachableError
-    return kind(f"{name} can't be read: {reason}")
+    message = f"{name} can't be read: {reason}"
+    if not isinstance(error, OSError) or error.errno is None:
+        return InvalidInputError(message)
+    return InputUnreachableError(message) if is_of_name(error) else InputUnavailableError(message)
 
 
 def object_lines(rows: Iterable[Any]) -> Iterator[bytes]:

@@ -35,6 +35,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         prompt_tokens, cached_tokens: of all prompts since its start, and how many of them the prefix cache had.
         trouble: why it takes no chunks and its finished ones wait, such as a full disk; "" for none.
         description: what its engine is.
+        drops_tools: whether the model's chat template takes no notice of tools.
     """
 
     worker_id: str
@@ -49,6 +50,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     trouble: str = ""
     description: EngineInfo = {}
+    drops_tools: bool = False
 
 
 _worker_decoder = msgspec.msgpack.Decoder(WorkerInfo)

@@ -5,18 +5,23 @@ Knows nothing of files. Called by `places.py`.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from typing import Any
 from urllib.parse import urlsplit
 
-from minisgl_batch.errors import UsageError
+from minisgl_batch.errors import StoreUnavailableError, UsageError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _ARROW_SCHEMES = {"s3", "gs", "gcs"}  # pyarrow reads these without another package
 _INSTALL = "pip install 'minisgl-batch[remote]'"
 _REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_OF_NAMES = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EINVAL, errno.ENXIO, errno.ENODEV, errno.EROFS),
+)
 
 
 def url_scheme(name: str) -> str:
@@ -39,7 +44,8 @@ def open_store(url: str) -> Any:
     """fsspec's object for the store that a URL is in.
 
     Raises:
-        UsageError: no installed package reads such URLs, the store can't be found, or the URL holds a password.
+        UsageError: no installed package reads such URLs, or the URL holds a password.
+        StoreUnavailableError: the store doesn't answer.
     """
     scheme = url_scheme(url)
     try:
@@ -67,10 +73,16 @@ def open_store(url: str) -> Any:
         raise _unusable(url, error) from error
 
 
+def is_of_name(error: OSError) -> bool:
+    """Whether it is the name that can't be used, while its store or disk works."""
+    return error.errno in _OF_NAMES
+
+
 def _unusable(url: str, error: Exception) -> UsageError:
     """What a store's constructor has raised, as ours."""
     kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
-    return UsageError(f"{safe_name(url)} can't be used: {kind}{error}".replace(url, safe_name(url)))
+    raised = StoreUnavailableError if isinstance(error, OSError) and not is_of_name(error) else UsageError
+    return raised(f"{safe_name(url)} can't be used: {kind}{error}".replace(url, safe_name(url)))
 
 
 def _arrow_store(scheme: str, url: str) -> Any:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, get_args
 
-from minisgl_batch.errors import InvalidParameterError, OutputError, UsageError
+from minisgl_batch.errors import InvalidParameterError, OutputError, StoreUnavailableError, UsageError
 from minisgl_batch.sampling_params import MAX_SEED, SamplingParams
 from minisgl_batch.words import is_unicode
 from minisgl_jobs.chunks import ChunkReference, chunk_sha256, encode_chunk, encode_reference, iter_chunks
@@ -231,12 +231,15 @@ def output_folder(output: str | os.PathLike[str] | None, job_id: str) -> Place:
 
     Raises:
         InvalidParameterError: it isn't a folder's name, or a URL that nothing installed here writes to.
+        StoreUnavailableError: the URL's store doesn't answer.
     """
     name = os.fspath(output) if output is not None else os.path.join(DEFAULT_OUTPUTS, job_id)
     if safe_name(name) != name:
         raise InvalidParameterError("output", f"must be a URL without a question mark: {safe_name(name)}?...")
     try:
         folder = place(name)
+    except StoreUnavailableError:
+        raise
     except UsageError as error:
         raise InvalidParameterError("output", str(error)) from None
     if not is_unicode(str(folder)):

@@ -7,13 +7,14 @@ Called where the options of a job are read, or a job is queued.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from minisgl_batch.chat_template import drop_tools
 from minisgl_batch.cli.console import talk
+from minisgl_batch.client.advice import dropped_tools
 from minisgl_batch.engine_extra import missing_engine_modules
 from minisgl_batch.errors import InvalidParameterError, RequestError
 from minisgl_batch.grammar_check import GrammarCheck
@@ -55,11 +56,8 @@ def check_biases(params: SamplingParams, model: str, revision: str | None) -> No
 
 def warn_of_dropped_tools(submission: Submission, folder: Path) -> None:
     """Say it when the chat template in a model's folder, if there is one, takes no notice of tools that were given."""
-    templates = list(_chat_templates(folder)) if submission.has_tools else []
-    if templates and not any(re.search(r"\btools\b", template) for template in templates):
-        talk(
-            f"warning: the chat template of {submission.spec.model} has no tools in it: the model won't see those given"
-        )
+    if submission.has_tools and drop_tools(_chat_templates(folder)):
+        talk(f"warning: {dropped_tools(submission.spec.model)}")
 
 
 def _chat_templates(folder: Path) -> Iterator[str]:

@@ -26,7 +26,7 @@ from minisgl_batch.cli.service import open_client
 from minisgl_batch.cli.status import status_record
 from minisgl_batch.cli.times import parse_moment
 from minisgl_batch.client import Client, JobHandle
-from minisgl_batch.client.advice import warn_if_unserved
+from minisgl_batch.client.advice import warn_if_tools_are_dropped, warn_if_unserved
 from minisgl_batch.hub import folder_here
 from minisgl_batch.words import count
 from minisgl_jobs.model import Priority
@@ -120,9 +120,12 @@ def _tell_of_job(client: Client, status: JobStatus, submission: Submission) -> N
         talk(f"job {spec.job_id} is {status.state.value} already, {where}")
     if status.is_held:
         talk(f"it waits for {status.waiting}")
-    warn_if_unserved(spec.model, client.workers())
+    workers = client.workers()
+    warn_if_unserved(spec.model, workers)
     if (folder := folder_here(spec.model)) is not None:
         warn_of_dropped_tools(submission, folder)
+    else:
+        warn_if_tools_are_dropped(submission, workers)
 
 
 def _wait(job: JobHandle) -> JobStatus:

@@ -11,6 +11,7 @@ from minisgl_jobs.model import JobSpec
 from minisgl_jobs.resume import Resumption, engine_differences
 from minisgl_jobs.status import WorkerInfo
 from minisgl_jobs.stores import url_scheme
+from minisgl_jobs.submission import Submission
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,18 @@ def warn_if_unserved(model: str, workers: Sequence[WorkerInfo]) -> None:
         others = f"; workers serve {', '.join(served)}" if served else ""
         others += f"; did you mean {near}?" if near else ""
         logger.warning("no worker serves %s now: its jobs wait until one does%s", model, others)
+
+
+def warn_if_tools_are_dropped(submission: Submission, workers: Sequence[WorkerInfo]) -> None:
+    """By the chat template, which this model's living workers know."""
+    model = submission.spec.model
+    if submission.has_tools and any(worker.drops_tools for worker in workers if worker.model == model):
+        logger.warning("%s", dropped_tools(model))
+
+
+def dropped_tools(model: str) -> str:
+    """What is said about tools that the model's chat template drops."""
+    return f"the chat template of {model} has no tools in it: the model won't see those given"
 
 
 def warn_of_distant_workers(uri: str, workers: Sequence[WorkerInfo]) -> None:

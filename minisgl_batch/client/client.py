@@ -18,7 +18,12 @@ from typing import Any, Literal
 
 import redis
 
-from minisgl_batch.client.advice import warn_if_unserved, warn_of_distant_workers, warn_of_other_engines
+from minisgl_batch.client.advice import (
+    warn_if_tools_are_dropped,
+    warn_if_unserved,
+    warn_of_distant_workers,
+    warn_of_other_engines,
+)
 from minisgl_batch.client.handle import JobHandle
 from minisgl_batch.client.progress import measure
 from minisgl_batch.client.show import Overview
@@ -176,7 +181,9 @@ class Client:
                 transport=transport,
             )
             job = self.submit_prepared(stack.enter_context(submission), after=after, start_at=start_at)
-        warn_if_unserved(model, self.workers())
+        workers = self.workers()
+        warn_if_unserved(model, workers)
+        warn_if_tools_are_dropped(submission, workers)
         return job
 
     def submit_prepared(

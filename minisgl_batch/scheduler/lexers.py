@@ -58,9 +58,14 @@ class Grammar:
         """A row more, which is yet to begin."""
         self._num_rows += 1
 
-    def order(self) -> int:
+    @property
+    def num_lexers(self) -> int:
+        """Those that there are or will be."""
+        return self._num_ordered
+
+    def order(self, at_most: int) -> int:
         """How many times more `add_lexer` has to be called, for the rows that there are now."""
-        num_new = max(0, self._num_wanted() - self._num_ordered)
+        num_new = max(0, min(at_most, self._num_wanted() - self._num_ordered))
         self._num_ordered += num_new
         return num_new
 

@@ -71,7 +71,7 @@ class Scheduler:
         self.prefill = PrefillManager(self.table, self.cache, self.decode)
         self._reqs: dict[int, Req] = {}
         self._in_flight: InFlight | None = None
-        self._stopped = False
+        self._stopped = self._has_run = False  # the latter: since the books were checked
         self._num_arrivals = 0
         self._aborted: list[int] = []
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
@@ -114,8 +114,9 @@ class Scheduler:
     def _receive(self) -> bool:
         """Take what has come, waiting only when there is nothing else to do. False once told to stop."""
         idle = not self._reqs and self._in_flight is None
-        if idle:
+        if idle and self._has_run:
             self._check_integrity()
+            self._has_run = False
         for message in self._source.receive(block=idle):
             self._handle(message)
         return not self._stopped
@@ -213,6 +214,7 @@ class Scheduler:
 
     def _launch(self, batch: ScheduledBatch) -> InFlight:
         """Start a step and move its rows on, as if it were done: later steps run after it."""
+        self._has_run = True
         launched = InFlight(batch, self._engine.launch(batch))
         table = self.table
         table.in_flight[batch.slots] += 1

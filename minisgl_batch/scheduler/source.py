@@ -17,7 +17,7 @@ class MessageSource(Protocol):
     """The scheduler's side of the channel to a frontend."""
 
     def receive(self, *, block: bool) -> list[ToEngine]:
-        """All messages that have come; with `block`, waits without limit until there is one."""
+        """All messages that have come; with `block`, waits for one, without limit unless it has other things to do."""
 
     def send(self, message: FromEngine) -> None:
         """Hand a message to the frontend; never waits for it."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from minisgl_batch.chat_template import drop_tools
 from minisgl_batch.errors import ModelError, RequestError
 from minisgl_batch.messages import SetVocabulary
 from minisgl_batch.reasoning import HARMONY, THINK
@@ -116,6 +117,11 @@ class ModelTokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
+
+    @property
+    def drops_tools(self) -> bool:
+        """Whether the chat template, if there is one, takes no notice of tools."""
+        return self.has_chat_template and drop_tools([str(self._hf.chat_template)])  # of several, of all
 
     def encode_prompt(self, text: str) -> IntArray:
         """(num_tokens,) int32 ids of a text, with BOS where the tokenizer adds it.

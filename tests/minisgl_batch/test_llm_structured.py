@@ -6,14 +6,13 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from minisgl_batch import LLM, SamplingParams, StructuredOutputsParams
 from minisgl_batch.errors import RequestError
-from minisgl_batch.grammar_check import GrammarCheck
 from minisgl_batch.scheduler import compiling
 from tests.minisgl_batch.schemas import fits, random_schema
 
@@ -24,7 +23,7 @@ DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(3000)
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch, LLM("demo", dtype="float32", seed=0, overlap=True) as llm:
-        patch.setattr(compiling, "GrammarCheck", partial(GrammarCheck, cpu_s=0.3))
+        patch.setattr(compiling, "SLOW", replace(compiling.SLOW, cpu_s=0.3))
         yield llm
 
 

@@ -78,6 +78,7 @@ def test_a_killed_workers_chunk_is_taken_over_within_the_lease_time_and_two_seco
     with start() as first, start() as second:
         for command in (first, second):
             command.wait_for("serving", READY_S)
+        assert {worker.drops_tools for worker in api.workers()} == {True}  # as the demo model's template does
         job = submit(api, tmp_path / "out", 16, chunk_rows=8)
         workers = wait_for("both to work", lambda: holders(job) if len(holders(job)) == 2 else None, 30)
         killed, left = min(workers), max(workers)

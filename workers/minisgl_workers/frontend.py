@@ -302,6 +302,7 @@ def main(config: FrontendConfig, status: StatusPipe) -> None:
         pid=os.getpid(),
         since=time.time(),
         description=engine,
+        drops_tools=tokenizer.drops_tools,
     )
     publishing = Publishing(TokenPublisher(client, options.model))
     frontend = Frontend(delivery, publishing, link, tokenizer, info, status)

@@ -89,6 +89,18 @@ def test_tools_that_the_template_drops_are_told(run_cli: RunCli, tmp_path: Path)
             run_cli("cancel", result.stdout.strip())
 
 
+def test_tools_that_the_workers_template_drops_are_told_of_hub_ids(
+    run_cli: RunCli, client: redis.Redis, tmp_path: Path
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
+    source = write_rows(tmp_path / "in.jsonl", [chat])
+    for drops_tools in (True, False):
+        ChunkQueue(client, HUB_ID, "w1").heartbeat(WorkerInfo("w1", HUB_ID, drops_tools=drops_tools))
+        result = run_cli("submit", source, "--model", HUB_ID)
+        assert (NO_TOOLS.format(HUB_ID) in result.stderr) == drops_tools
+        run_cli("cancel", result.stdout.strip())
+
+
 @pytest.mark.usefixtures("client")
 @pytest.mark.parametrize(
     ("files", "is_told"),

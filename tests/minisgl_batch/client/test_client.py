@@ -15,6 +15,7 @@ import redis
 
 import minisgl_batch
 from minisgl_batch.client import Client, JobHandle
+from minisgl_batch.client.advice import dropped_tools
 from minisgl_batch.errors import (
     InvalidInputError,
     InvalidParameterError,
@@ -28,10 +29,12 @@ from minisgl_batch.errors import (
 )
 from minisgl_batch.sampling_params import SamplingParams
 from minisgl_jobs.dataset import SUCCESS
+from minisgl_jobs.leases import ChunkQueue
 from minisgl_jobs.model import JobState
 from minisgl_jobs.owner import OWNER
 from minisgl_jobs.queue import JobQueue
 from minisgl_jobs.results import result_schema
+from minisgl_jobs.status import WorkerInfo
 from minisgl_workers.embedded_redis import EmbeddedRedis
 from tests.jobs.helpers import wait_for
 from tests.minisgl_batch.client.conftest import DEADLINE_S, texts
@@ -186,6 +189,21 @@ def test_jobs_and_workers(client: redis.Redis, api: Client, tmp_path: Path) -> N
         api.job("nothing")
     for job in jobs:
         job.cancel()
+
+
+def test_a_warning_when_the_workers_template_drops_tools(
+    client: redis.Redis, api: Client, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for model, drops_tools in (("drops/tools", True), ("sees/tools", False)):
+        ChunkQueue(client, model, model).heartbeat(WorkerInfo(model, model, drops_tools=drops_tools))
+    for number, (model, given, is_told) in enumerate(
+        [("drops/tools", tools, True), ("drops/tools", None, False), ("sees/tools", tools, False)]
+    ):
+        caplog.clear()
+        api.submit([chat], model=model, tools=given, output=tmp_path / str(number)).cancel()
+        assert [record.message for record in caplog.records] == [dropped_tools(model)] * is_told
 
 
 def test_a_warning_when_nobody_serves_the_model(

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from minisgl_batch.messages import (
     SetVocabulary,
     Shutdown,
 )
-from minisgl_batch.scheduler import compiling
+from minisgl_batch.scheduler import compiling, lane, lexers
 from minisgl_batch.scheduler.compiling import CompilingSource
 from minisgl_batch.scheduler.constraints import Constraints
 from minisgl_batch.scheduler.lexers import MAX_LEXERS, ROWS_PER_LEXER
@@ -69,15 +70,31 @@ class World:
     def add(self, *prompts: NewPrompt) -> None:
         self.say(AddRequests(list(prompts)))
 
-    def uids(self, *, block: bool = False) -> list[int]:
+    def uids(self) -> list[int]:
         """Requests that came."""
-        messages = [message for message in self.source.receive(block=block) if isinstance(message, AddRequests)]
+        messages = [message for message in self.source.receive(block=False) if isinstance(message, AddRequests)]
         return [new.uid for message in messages for prompt in message.prompts for new in prompt.requests]
+
+    def next_uids(self) -> list[int]:
+        """The next requests, which must come."""
+        return wait_for("requests", self.uids, 60)
+
+    def next_refusal(self) -> RequestsRefused:
+        """The next one, of which the source's caller hears at once."""
+
+        def is_refused() -> bool:
+            assert self.source.receive(block=True) == []
+            return bool(self.frontend.outbox)
+
+        wait_for("a refusal", is_refused, 60)
+        message = self.frontend.outbox.popleft()
+        assert isinstance(message, RequestsRefused)
+        return message
 
     def start(self, constraint: Constraint, uid: int = 0) -> None:
         self.say(vocabulary())
         self.add(prompt(constraint, uid))
-        assert self.uids(block=True) == [uid]
+        assert self.next_uids() == [uid]
 
     def allowed(self, uid: int = 0) -> set[int]:
         masks = np.full((2, -(-VOCAB // 32)), 12345, dtype=np.int32)
@@ -100,6 +117,42 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.source.close()
+
+
+class FakeChecks:
+    """In place of GrammarCheck: checks take as much time as a test says, and end when it says so.
+
+    Attributes:
+        cpu_s: of a grammar; one without is done at once.
+        begun, under_way: grammars.
+    """
+
+    def __init__(self) -> None:
+        self.cpu_s: Callable[[str], float] = lambda _: 0.0
+        self.go_on = threading.Event()
+        self.begun: list[str] = []
+        self.under_way: list[str] = []
+
+    def problem(self, text: str, *, cpu_s: float, is_wanted: Callable[[], bool]) -> str:
+        self.begun.append(text)
+        if self.cpu_s(text) > cpu_s:
+            return TOO_COMPLEX
+        self.under_way.append(text)
+        if self.cpu_s(text):
+            while is_wanted() and not self.go_on.wait(0.005):
+                pass
+        self.under_way.remove(text)
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> FakeChecks:
+    checks = FakeChecks()
+    monkeypatch.setattr(lane, "GrammarCheck", lambda: checks)
+    return checks
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_unstripped"])
@@ -150,7 +203,7 @@ def test_rows_go_on_with_lexers_that_come_later(world: World) -> None:
     uids = list(range(5 * ROWS_PER_LEXER))
     world.say(vocabulary())
     world.add(*(prompt(Constraint(grammar(regex=pattern)), uid) for uid in uids))
-    assert world.uids(block=True) == uids
+    assert world.next_uids() == uids
     texts: dict[int, list[int]] = {uid: [] for uid in uids}
     while uids:
         masks = np.zeros((len(uids), -(-VOCAB // 32)), dtype=np.int32)
@@ -173,7 +226,7 @@ def test_a_row_that_wears_out_its_lexer_fails_alone(world: World, monkeypatch: p
     monkeypatch.setattr(compiling, "limits", lambda: few)
     world.say(vocabulary())
     world.add(prompt(Constraint(grammar(regex="[ab]*a[ab]{8}c")), 0, 1, 2))
-    assert world.uids(block=True) == [0, 1, 2]
+    assert world.next_uids() == [0, 1, 2]
     assert world.allowed(0) == world.allowed(1) == world.allowed(2)
     tokens = [world.ids(char)[0] for char in "abc"]
     taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -218,7 +271,7 @@ def test_reasoning_is_free_and_the_answer_behind_it_is_not(world: World, in_reas
 def test_requests_of_a_prompt_go_their_own_ways(world: World) -> None:
     world.say(vocabulary())
     world.add(prompt(Constraint(grammar(choice=["ab", "cd"])), 0, 1))
-    assert world.uids(block=True) == [0, 1]
+    assert world.next_uids() == [0, 1]
     world.advance(*world.ids("ab"))
     world.advance(*world.ids("c"), uid=1)
     world.advance(*world.ids("d"), uid=1)
@@ -253,29 +306,74 @@ def test_marks_of_several_tokens(world: World) -> None:
         assert world.allowed(uid) == first - {5}
 
 
-def test_no_row_waits_for_anothers_grammar(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, *others = [grammar(regex=f"slow{i}") for i in range(compiling.NUM_THREADS - 1)]
-    go_on = threading.Event()
-    monkeypatch.setattr(
-        compiling, "GrammarCheck", lambda: _FakeCheck(lambda text: "slow" not in text or go_on.wait(60))
-    )
+SLOW = compiling.QUICK.cpu_s + 0.1
+
+
+def test_no_row_waits_for_anothers_grammar(world: World, checks: FakeChecks) -> None:
+    """Though as many take long as there are checks at a time, in both lanes."""
+    slow, *others = [grammar(regex=f"slow{i}") for i in range(compiling.QUICK.num_checks + compiling.SLOW.num_checks)]
+    checks.cpu_s = lambda text: SLOW if "slow" in text else 0.0
     world.say(vocabulary())
+    world.add(prompt(Constraint(slow), 1, 2))
     world.add(*(prompt(Constraint(other), uid) for uid, other in enumerate(others, 10)))
-    world.add(
-        prompt(Constraint(slow), 1, 2),
-        prompt(None, 3),
-        prompt(Constraint(grammar(regex="fast")), 4),
-        prompt(Constraint(slow), 5),
-    )
+    world.add(prompt(None, 3), prompt(Constraint(grammar(regex="fast")), 4), prompt(Constraint(slow), 5))
     came: list[int] = []
-    wait_for("what needn't wait", lambda: came.extend(world.uids()) or came == [3, 4])
+    wait_for("what needn't wait", lambda: came.extend(world.uids()) or came == [3, 4], 60)
     world.add(prompt(Constraint(grammar(regex="fast")), 6))
     assert world.uids() == [6]  # at once: its grammar is known
     abort = AbortRequests([2, 5, *range(10, 10 + len(others))])
     world.say(abort, Shutdown())
     assert world.source.receive(block=True) == [abort, Shutdown()]
-    go_on.set()
-    assert world.uids(block=True) == [1]
+    checks.go_on.set()
+    assert world.next_uids() == [1]
+
+
+def test_a_check_that_nobody_waits_for_ends(world: World, checks: FakeChecks) -> None:
+    """Those that come after it have its place."""
+    checks.cpu_s = lambda text: SLOW if "slow" in text else compiling.QUICK.cpu_s / 2 if "other" in text else 0.0
+    world.say(vocabulary())
+    texts = [f"slow{i}" for i in range(compiling.SLOW.num_checks)]
+    world.add(*(prompt(Constraint(grammar(regex=text)), uid) for uid, text in enumerate(texts)))
+    wait_for("all places to be taken", lambda: world.uids() or len(checks.under_way) == len(texts))
+    world.say(AbortRequests(list(range(len(texts)))))
+    wait_for("the end of the checks", lambda: world.uids() or not checks.under_way)
+
+
+def test_few_lexers_are_there_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest comes when rows end, and what can't be used is refused before."""
+    monkeypatch.setattr(world.source._quick, "limits", replace(compiling.QUICK, num_lexers=6, num_kept=2))
+    texts = ["(a", *(f"{i}[a-z]" for i in range(20)), "(b"]
+    world.say(vocabulary())
+    world.add(*(prompt(Constraint(grammar(regex=text)), uid) for uid, text in enumerate(texts)))
+    came: list[int] = []
+    wait_for("the first", lambda: came.extend(world.uids()) or (len(came) == 6 and len(world.frontend.outbox) == 2))
+    refused = [uid for message in world.frontend.outbox for uid, _ in message.refused]  # type: ignore[union-attr]
+    assert sorted(refused) == [0, len(texts) - 1]
+    for ended in range(len(texts) - 2 - 6):  # those that came last are kept, too
+        assert world.uids() == []
+        world.constraints.forget([came[ended]])
+        came += world.next_uids()
+        assert len(came) == ended + 7
+
+
+def test_rows_of_a_grammar_leave_lexers_for_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lexers, "MAX_LEXERS", 32)
+    monkeypatch.setattr(world.source._quick, "limits", replace(compiling.QUICK, num_lexers=10))
+    world.start(Constraint(grammar(regex="a+")))
+    world.add(*(prompt(Constraint(grammar(regex="a+")), uid) for uid in range(1, 20 * ROWS_PER_LEXER)))
+    world.next_uids()
+    assert world.source._quick.num_free == 5
+
+
+def test_an_idle_source_comes_back_while_it_compiles(world: World, checks: FakeChecks) -> None:
+    """So that an interrupt can get in."""
+    checks.cpu_s = lambda _: SLOW
+    world.say(vocabulary())
+    world.add(prompt(Constraint(grammar(regex="a")), 1))
+    assert world.source.receive(block=True) == []
+    assert not world.frontend.outbox
+    checks.go_on.set()
+    assert world.next_uids() == [1]
 
 
 def test_slices_are_those_of_llguidance_and_more() -> None:
@@ -283,46 +381,42 @@ def test_slices_are_those_of_llguidance_and_more() -> None:
     assert all(known in slices for known in LLTokenizer.general_slices())  # in their order
 
 
-def test_what_nobody_waits_for_isnt_compiled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[str] = []
-    go_on = threading.Event()
-    monkeypatch.setattr(compiling, "NUM_THREADS", 1)
-    monkeypatch.setattr(
-        compiling, "GrammarCheck", lambda: _FakeCheck(lambda text: checked.append(text) or go_on.wait(60))
-    )
-    grammars = [grammar(regex=text) for text in ("slow", "aborted", "shared", "aborted")]
+def test_what_nobody_waits_for_isnt_compiled(world: World, checks: FakeChecks) -> None:
+    checks.cpu_s = lambda _: compiling.QUICK.cpu_s
+    num_checks = compiling.QUICK.num_checks
+    grammars = [grammar(regex=f"first{i}") for i in range(num_checks)]
+    grammars += [grammar(regex=text) for text in ("aborted", "shared", "aborted")]
     world.say(vocabulary())
     world.add(*(prompt(Constraint(text), uid) for uid, text in enumerate(grammars)))
-    world.add(prompt(Constraint(grammars[2]), 4))
-    abort = AbortRequests([0, 1, 2, 3])
+    world.add(prompt(Constraint(grammars[-2]), 100))
+    wait_for("the first checks", lambda: world.uids() or len(checks.begun) == num_checks)
+    abort = AbortRequests(list(range(len(grammars))))
     world.say(abort)
     assert world.source.receive(block=False) == [abort]
-    go_on.set()
-    assert world.uids(block=True) == [4]
-    assert checked in ([grammars[0], grammars[2]], [grammars[2]])  # the first may be under way by then
-    world.add(prompt(Constraint(grammars[1]), 5))
-    assert world.uids(block=True) == [5]
+    checks.go_on.set()
+    assert world.next_uids() == [100]
+    assert sorted(checks.begun) == sorted([*grammars[:num_checks], grammars[-2]])
+    world.add(prompt(Constraint(grammars[-1]), 101))
+    assert world.next_uids() == [101]
 
 
 def test_what_cant_be_used_is_refused_and_says_why(world: World) -> None:
     world.say(vocabulary())
     world.add(prompt(Constraint(grammar(regex="(a")), 1, 2))
-    assert world.source.receive(block=True) == []  # so that the caller hears of it
-    message = world.frontend.outbox.popleft()
-    assert isinstance(message, RequestsRefused)
+    message = world.next_refusal()
     assert message.error_type == "invalid_request"
     assert [uid for uid, _ in message.refused] == [1, 2]
     assert "structured_outputs: " in message.refused[0][1]
     assert "unclosed group" in message.refused[0][1]
+    world.add(prompt(Constraint(grammar(regex="(a")), 3))
+    assert world.source.receive(block=False) == []  # at once: what is wrong with it is known
+    assert world.frontend.outbox.popleft() == RequestsRefused([(3, message.refused[0][1])], "invalid_request")
 
 
 def test_tokenizers_that_cant_be_used_are_named(world: World) -> None:
     world.say(vocabulary("word_piece"))
     world.add(prompt(Constraint(grammar(regex="a")), 1))
-    assert world.source.receive(block=True) == []
-    message = world.frontend.outbox.popleft()
-    assert isinstance(message, RequestsRefused)
-    assert "this model's tokenizer" in message.refused[0][1]
+    assert "this model's tokenizer" in world.next_refusal().refused[0][1]
 
 
 @pytest.mark.parametrize(
@@ -388,15 +482,3 @@ def test_a_check_that_others_kill_is_made_again() -> None:
     os.kill(check._process.pid, signal.SIGKILL)
     assert check.problem(grammar(regex="b+")) == ""
     check.close()
-
-
-class _FakeCheck:
-    def __init__(self, wait: Callable[[str], object]) -> None:
-        self._wait = wait
-
-    def problem(self, text: str) -> str:
-        self._wait(text)
-        return ""
-
-    def close(self) -> None:
-        pass

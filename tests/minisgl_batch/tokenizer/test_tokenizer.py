@@ -127,6 +127,21 @@ def test_template_without_an_end(model_folder: ModelFolder, monkeypatch: pytest.
     assert str(folder) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("template", "drops_tools"),
+    [
+        ("{{ messages }}{{ my_tools }}", True),
+        ("{% if tools %}{{ tools }}{% endif %}{{ messages }}", False),
+        ([{"name": "default", "template": "{{ messages }}"}], True),
+        ([{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": "{{ tools }}"}], False),
+        (None, False),
+    ],
+)
+def test_whether_the_template_drops_tools(model_folder: ModelFolder, template: Any, drops_tools: bool) -> None:
+    folder = model_folder(tokenizer_config={} if template is None else {"chat_template": template})
+    assert ModelTokenizer.load(folder).drops_tools == drops_tools
+
+
 def test_model_without_a_chat_template(model_folder: ModelFolder) -> None:
     tokenizer = ModelTokenizer.load(model_folder())
     assert not tokenizer.has_chat_template
