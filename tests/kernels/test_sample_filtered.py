@@ -61,8 +61,9 @@ def test_flat_and_peaked_distributions(device: torch.device, scale: float) -> No
     sample(logits, random_rows(3, device, temperature=temperature, **random_filters(6, 50)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("top_p", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("dtype", "top_p"), [(torch.float32, 1.0), (torch.float32, 0.6), (torch.bfloat16, 0.6), (torch.float16, 1.0)]
+)
 def test_many_of_the_best_in_one_lane(device: torch.device, dtype: torch.dtype, top_p: float) -> None:
     """Then the lanes' best two don't hold the k best, and the k-th is found by bisection."""
     size = 64 * 6 if device.type == "cpu" else 4096 * 9
