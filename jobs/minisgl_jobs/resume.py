@@ -26,7 +26,7 @@ from minisgl_jobs.places import Place
 
 logger = logging.getLogger(__name__)
 
-ROWS = "rows"
+ROWS, NUM_ROWS = "rows", "number of rows"
 _WHAT_TO_DO = "choose another folder, or overwrite it with `overwrite`"
 
 
@@ -58,6 +58,8 @@ class Earlier:
             for name, value in facts.items()
             if name != ROWS and value != self.facts[name]
         ]
+        if facts.get(NUM_ROWS, 0) > self.facts[NUM_ROWS]:
+            differences.append("a dataset can't be extended, as by a larger `limit`")
         if differences:
             self.refuse(folder, "; ".join(differences))
 
@@ -118,7 +120,7 @@ def spec_facts(spec: JobSpec) -> dict[str, Any]:
     return {
         **option_facts(spec.model, spec.params, spec.system, token_ids=spec.token_ids),
         "keep_columns": column_types(spec.kept),
-        "number of rows": spec.num_rows,
+        NUM_ROWS: spec.num_rows,
         ROWS: spec.rows_sha256,
     }
 
@@ -207,7 +209,7 @@ def _manifest_facts(manifest: Manifest) -> dict[str, Any]:
     return {
         **option_facts(*options, token_ids=manifest.token_ids),
         "keep_columns": manifest.kept_columns,
-        "number of rows": manifest.num_rows,
+        NUM_ROWS: manifest.num_rows,
         ROWS: manifest.rows_sha256,
     }
 

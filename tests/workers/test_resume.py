@@ -411,6 +411,14 @@ def test_another_job_is_refused_by_what_differs(
             finish(worker, job)
 
 
+def test_more_rows_of_the_same_input_are_refused(client: redis.Redis, submit: Submit, source: Path) -> None:
+    with group(client, MODEL) as worker:
+        finish(worker, submit())
+    source.write_text(f'{source.read_text()}{{"prompt": "new"}}\n')
+    with pytest.raises(OutputError, match="is 21 and was 20; a dataset can't be extended, as by a larger `limit`; "):
+        submit()
+
+
 def test_other_rows_are_refused_by_place(client: redis.Redis, submit: Submit, source: Path, tmp_path: Path) -> None:
     with group(client, MODEL) as worker:
         job = submit()
