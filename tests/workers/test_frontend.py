@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from minisgl_batch.hub import model_path
 from minisgl_batch.messages import AddRequests, EngineStats, FromEngine, StepOutput
@@ -17,6 +18,7 @@ from minisgl_jobs.leases import Lease
 from minisgl_jobs.model import JobSpec, Row
 from minisgl_jobs.references import ChunkRows
 from minisgl_jobs.status import WorkerInfo
+from minisgl_workers import frontend
 from minisgl_workers.frontend import Frontend
 from minisgl_workers.work import ChunkWork
 
@@ -90,20 +92,25 @@ def test_an_idle_group_says_that_nothing_runs() -> None:
     assert {(info.num_running, info.num_waiting, info.tokens_per_s) for info in stubs.infos} == {(0, 0, 0.0)}
 
 
-def run_chunk(spec: JobSpec, rows: list[Row], *holds: bool) -> tuple[ChunkWork, list[AddRequests]]:
+def run_chunk(
+    spec: JobSpec, rows: list[Row], *holds: bool, stop_after: int = 99
+) -> tuple[ChunkWork, list[AddRequests]]:
     """A chunk, and what the engine was asked for it.
 
     Args:
         holds: whether the chunk's lease is the worker's, each time that it looks.
+        stop_after: messages to the engine, after which the chunk is another worker's.
     """
     work = ChunkWork(Lease(spec, 0, "token", 0, 1, b"", {}), ChunkRows(rows, "hash"))
     answers = iter(holds)
     sent: list[Any] = []
 
     def tick(*_: Any, **__: Any) -> None:
-        if sent:
+        is_stopped = len(sent) >= stop_after
+        if is_stopped or sum(len(message.prompts) for message in sent) + len(work.results) == len(rows):
+            delivery.stopped += [work] * is_stopped
             delivery.works.clear()
-            frontend.drain(0)
+            made.drain(0)
 
     delivery = SimpleNamespace(
         works=[work],
@@ -117,9 +124,23 @@ def run_chunk(spec: JobSpec, rows: list[Row], *holds: bool) -> tuple[ChunkWork, 
     publishing = SimpleNamespace(ends=lambda _: None, tick=lambda *_: None, started=lambda *_: None)
     link = SimpleNamespace(send=sent.append, receive=lambda _: [])
     stubs = cast(Any, (delivery, publishing, link, ModelTokenizer.load(model_path("demo"))))
-    frontend = Frontend(*stubs, WorkerInfo("w", "m"), cast(Any, None))
-    frontend.run(100)
+    made = Frontend(*stubs, WorkerInfo("w", "m"), cast(Any, None))
+    made.run(100)
     return work, [message for message in sent if isinstance(message, AddRequests)]
+
+
+def test_redis_is_looked_at_between_rows_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those with GBNF. Each comes once, also when the lease is away; of a stopped chunk no more come."""
+    monkeypatch.setattr(frontend, "PREPARE_S", 1e-9)
+    monkeypatch.setattr(frontend, "TICK_S", 0.0)
+    spec = JobSpec("j", "m", num_rows=4, chunk_rows=4, output="/nowhere", params=SamplingParams(max_tokens=4))
+    rows = [Row(0, prompt="1 ="), Row(1, prompt=""), Row(2, prompt="2 ="), Row(3, prompt="3 =")]
+    work, added = run_chunk(spec, rows, True, True, False, True, True)
+    assert [len(message.prompts) for message in added] == [1, 1, 1]
+    assert len({message.prompts[0].prompt_ids for message in added}) == 3
+    assert list(work.results) == [(1, 0)]
+    _, added = run_chunk(spec, rows, *[True] * 9, stop_after=1)
+    assert [len(message.prompts) for message in added] == [1]
 
 
 def test_rows_are_not_sent_to_the_engine_when_their_lease_ran_out_while_they_were_tokenized() -> None:

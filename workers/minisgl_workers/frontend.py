@@ -11,8 +11,10 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -36,6 +38,7 @@ from minisgl_batch.tokenizer import (
     ModelTokenizer,
     OutputEvents,
     OutputProcessor,
+    ResolvedRequest,
     hide_torch,
     resolve_requests,
 )
@@ -59,6 +62,7 @@ from minisgl_workers.work import ChunkWork
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.01  # between rounds of duties in Redis; what happens within one is sent together
+PREPARE_S = 0.05  # at a time: rows whose grammars have to be read first may take a fraction of a second each
 
 
 @dataclass(slots=True)
@@ -74,6 +78,18 @@ class _Rate:
         if now - self.since >= 2.0:
             self.per_s = (output_tokens - self.tokens) / (now - self.since) if self.since else 0.0
             self.tokens, self.since = output_tokens, now
+
+
+@dataclass(slots=True)
+class _BegunPart:
+    """Rows on their way to the engine.
+
+    Attributes:
+        requests: those that are yet to be sent, each made when it is asked for.
+    """
+
+    work: ChunkWork
+    requests: Iterator[tuple[Row, ResolvedRequest | RequestError]]
 
 
 class Frontend:
@@ -103,6 +119,7 @@ class Frontend:
         self._tokenizer = tokenizer
         self._info = info
         self._outputs = OutputProcessor(tokenizer.detokenizer)
+        self._begun: list[_BegunPart] = []
         self._running: dict[int, RunningSample] = {}
         self._stats = EngineStats()
         self._rate = _Rate()
@@ -122,7 +139,8 @@ class Frontend:
         while not self._is_drained():
             self.num_rounds += 1
             self._exchange_with_redis()
-            self._start_rows()
+            self._begin_parts()
+            self._send_rows()
             if self._delivery.works:
                 self._take_output(self._link.receive(TICK_S))
             elif self._drain_until is None:
@@ -146,6 +164,7 @@ class Frontend:
         self._next_exchange = now + TICK_S
         self._delivery.tick(self._describe(), take=self._drain_until is None)
         for work in self._delivery.stopped:
+            self._begun = [part for part in self._begun if part.work is not work]
             self._stop_samples([sample for sample in self._running.values() if sample.work is work])
         self._delivery.stopped.clear()
         if self._delivery.spooled and not self._has_delivered:
@@ -170,8 +189,8 @@ class Frontend:
 
     # ------------------------------------------------------ towards the engine
 
-    def _start_rows(self) -> None:
-        """Send the engine what may run now: all rows of a chunk, or the next part of one that runs alone."""
+    def _begin_parts(self) -> None:
+        """Begin with what may run now: all rows of a chunk, or the next part of one that runs alone."""
         works = self._delivery.works
         suspects = len(works) == 1 and works[0].lease.is_solo
         if suspects != self.suspects:
@@ -184,44 +203,68 @@ class Frontend:
             if part is None or not self._delivery.holds(work):
                 continue
             if not work.lease.is_solo or self._announce(work, part):
-                self._run_part(work, part)
+                self._begin_part(work, part)
 
     def _announce(self, work: ChunkWork, part: list[Row]) -> bool:
         return self._delivery.announce_part(work, range(part[0].row_index, part[-1].row_index + 1))
 
-    def _run_part(self, work: ChunkWork, part: list[Row]) -> None:
+    def _begin_part(self, work: ChunkWork, part: list[Row]) -> None:
         work.start(part)
-        prompts, samples = self._prepare(work, part)
-        if not prompts:
-            return
-        if self._delivery.holds(work):
-            self._publishing.started(samples, self._outputs)
-            if not self._has_sent_vocabulary and any(prompt.constraint is not None for prompt in prompts):
-                self._link.send(self._tokenizer.vocabulary())
-                self._has_sent_vocabulary = True
-            self._link.send(AddRequests(prompts))
-        else:  # this process was stopped for so long that others may have run these rows by now
-            self._forget(samples)
-            work.take_back(part)
-
-    def _prepare(self, work: ChunkWork, rows: list[Row]) -> tuple[list[NewPrompt], list[RunningSample]]:
-        """What the engine is asked for rows that are to run, and their samples; rows that can't be run fail."""
-        spec, prompts, samples = work.lease.spec, list[NewPrompt](), list[RunningSample]()
+        spec = work.lease.spec
         requests = resolve_requests(
             self._tokenizer,
-            [row.input for row in rows],
-            [row.params for row in rows],
-            [row.row_index for row in rows],
+            [row.input for row in part],
+            [row.params for row in part],
+            [row.row_index for row in part],
             defaults=spec.params,
             max_len=self._max_seq_len,
             job_seed=spec.seed,
             system=spec.system,
         )
-        started_at = time.time()
-        for row, resolved in zip(rows, requests, strict=True):
+        self._begun.append(_BegunPart(work, zip(part, requests, strict=True)))
+
+    def _send_rows(self) -> None:
+        """Send the engine rows that were begun, for a moment: other duties are due. Parts take turns."""
+        until = time.monotonic() + PREPARE_S
+        for part in list(self._begun):
+            self._begun.remove(part)
+            if not self._send_some(part, until):
+                self._begun.append(part)
+            if time.monotonic() > until:
+                return
+
+    def _send_some(self, part: _BegunPart, until: float) -> bool:
+        """Send rows of a part, at least one; those that can't be run fail. True once all are sent."""
+        work, made, is_all = part.work, list[tuple[Row, ResolvedRequest]](), True
+        for row, resolved in part.requests:
             if isinstance(resolved, RequestError):
                 work.fail(row, resolved)
-                continue
+            else:
+                made.append((row, resolved))
+            if time.monotonic() > until:
+                is_all = False
+                break
+        prompts, samples = self._prepare(work, made)
+        if not prompts:
+            return is_all
+        if not self._delivery.holds(work):
+            # This process was stopped for so long that others may have run these rows by now.
+            self._forget(samples)
+            part.requests = chain(made, part.requests)
+            return False
+        self._publishing.started(samples, self._outputs)
+        if not self._has_sent_vocabulary and any(prompt.constraint is not None for prompt in prompts):
+            self._link.send(self._tokenizer.vocabulary())
+            self._has_sent_vocabulary = True
+        self._link.send(AddRequests(prompts))
+        return is_all
+
+    def _prepare(
+        self, work: ChunkWork, made: list[tuple[Row, ResolvedRequest]]
+    ) -> tuple[list[NewPrompt], list[RunningSample]]:
+        """What the engine is asked for rows, and their samples."""
+        prompts, samples, started_at = list[NewPrompt](), list[RunningSample](), time.time()
+        for row, resolved in made:
             missing = work.missing_samples(row)
             prompt = resolved.message(self._next_uid, missing)
             self._next_uid += len(prompt.requests)

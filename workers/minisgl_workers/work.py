@@ -102,11 +102,6 @@ class ChunkWork:
         self._parts.remove(part)
         self._started = {row.row_index for row in part}
 
-    def take_back(self, part: list[Row]) -> None:
-        """The part that was started last doesn't run after all; what is left of it is the next part again."""
-        self._parts.insert(0, [row for row in part if row.row_index in self._left])
-        self._started = set()
-
     def spool_again(self) -> None:
         """Redis may have lost results that it had: give it all of them once more."""
         self.unspooled = list(self.results)
