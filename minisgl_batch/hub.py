@@ -22,6 +22,7 @@ DEMO_MODEL = "demo"
 MAX_ANSWER_CHARS = 200
 _TEXT_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _WEIGHT_FILES = ["*.safetensors"]
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _OTHER_COPIES = ["original/*", "consolidated*"]  # gpt-oss' and Mistral's weights once more, as their makers name them
 _ADAPTER = "adapter_config.json"
 _NUM_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of a large file
@@ -143,6 +144,19 @@ def refuse_adapter(folder: Path) -> None:
             "(base_model_name_or_path) with peft's merge_and_unload, save that and its tokenizer with save_pretrained, "
             "and give the new folder"
         )
+
+
+def refuse_pointer(file: Path) -> None:
+    """
+    Raises:
+        ModelError: the file is what git leaves in the place of a large one without git-lfs; says what to do.
+    """
+    with file.open("rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise ModelError(
+                f"{file} is a git-lfs pointer, not the file itself: run `git lfs pull` in {file.parent}, or give the "
+                "model's hub id"
+            )
 
 
 def warn_of_adapter(folder: Path) -> None:

@@ -32,6 +32,7 @@ from minisgl_batch.messages import (
 from minisgl_batch.models.fetch import fetch_model
 from minisgl_batch.other_fields import no_such, refuse_others
 from minisgl_batch.outputs import RequestOutput, StreamEvent
+from minisgl_batch.param_checks import check_int
 from minisgl_batch.progress_bar import progress_bar
 from minisgl_batch.prompts import Prompts, as_chats, as_prompts
 from minisgl_batch.sampling_params import CHAT_OPTIONS, MAX_SEED, SamplingParams, Truncate
@@ -107,6 +108,8 @@ class LLM:
     ) -> None:
         if others:
             raise no_such(min(others), "argument of LLM", frozenset(("seed", *EngineConfig.__dataclass_fields__)))
+        if seed is not None:
+            check_int("seed", seed, 0, MAX_SEED)
         self.config = EngineConfig(
             model=model,
             page_size=page_size,

@@ -36,7 +36,7 @@ from minisgl_batch.hub import commit_of, model_path, warn_of_adapter
 from minisgl_batch.kvcache.mha_pool import MHAKVCache
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.models.registry import make_model
-from minisgl_batch.models.weights import init_dummy_weights, load_weights
+from minisgl_batch.models.weights import init_dummy_weights, load_weights, tied_as_stored
 from minisgl_batch.sampling_params import MAX_LOGPROBS
 from minisgl_kernels.e4m3 import E4M3
 from minisgl_kernels.fixed_order import make_fixed_order
@@ -87,7 +87,10 @@ class Engine:
         if config.quantization is not None or (config.dummy_weights and checkpoint.quantization is not None):
             checkpoint = checkpoint.quantized(at_load=config.dummy_weights)
         self.options = options = resolve(config, checkpoint, tp.local_rank)
-        self._model_config = model_config = checkpoint.limited_to(options.max_seq_len)
+        model_config = checkpoint.limited_to(options.max_seq_len)
+        if not config.dummy_weights:
+            model_config = tied_as_stored(model_config, path, options.dtype)
+        self._model_config = model_config
         self._tp = tp
         self._device = device = options.device
         self._heads = AttnHeads(

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minisgl_batch.errors import ModelError
-from minisgl_batch.hub import refuse_adapter
+from minisgl_batch.hub import refuse_adapter, refuse_pointer
 from minisgl_batch.layers.base import Part
 from minisgl_batch.models import mxfp4
 
@@ -30,6 +30,7 @@ _PREFIXES = re.compile(r"^(model\.)?(language_model\.)?(model\.)?")
 _WHAT_TO_DO = (
     "convert them to safetensors, such as by loading the model with transformers and saving it with save_pretrained"
 )
+_COMPARED_ROWS = 4096  # at a time
 _FP8 = "F8_E4M3"
 _TYPES = ("F64", "F32", "F16", "BF16", _FP8)
 
@@ -100,6 +101,18 @@ class Checkpoint:
         with _open(stored.file) as opened:
             tensor: torch.Tensor = opened.get_tensor(stored.key)
             return tensor
+
+    def are_equal(self, name: str, other: str, dtype: torch.dtype) -> bool:
+        """Whether two tensors have the same numbers as `dtype`; some rows of each are in memory at a time."""
+        a, b = self.tensors[name], self.tensors[other]
+        if a.shape != b.shape:
+            return False
+        with _open(a.file) as file_a, _open(b.file) as file_b:
+            for start in range(0, a.shape[0] if a.shape else 1, _COMPARED_ROWS):
+                rows = (slice(start, start + _COMPARED_ROWS),)
+                if not torch.equal(a.read(file_a, rows).to(dtype), b.read(file_b, rows).to(dtype)):
+                    return False
+        return True
 
     def read(self, parts: Mapping[str, Part]) -> None:
         """Copy each part's share of its tensor to its target, file by file; one share is in memory besides."""
@@ -190,6 +203,7 @@ def _join_packed(tensors: dict[str, StoredTensor]) -> None:
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
     try:
+        refuse_pointer(file)
         with safe_open(file, framework="pt", device="cpu") as opened:
             yield opened
     except (SafetensorError, OSError) as error:

@@ -18,6 +18,7 @@ from minisgl_batch.errors import ModelError
 from minisgl_batch.layers.base import Layer, Part
 from minisgl_batch.models.base import CausalLM
 from minisgl_batch.models.checkpoint import Checkpoint, StoredTensor
+from minisgl_batch.models.config import ModelConfig
 from minisgl_batch.models.kv_scales import read_kv_scales
 
 DUMMY_STD = 0.02
@@ -33,10 +34,27 @@ _SCALES = re.compile(r"\.weight_scale_inv$")  # one that's multiplied with, as w
 _MAX_NAMED = 5
 
 
+def tied_as_stored(config: ModelConfig, path: Path, dtype: torch.dtype) -> ModelConfig:
+    """The config, untied where the checkpoint in `path` holds a head of its own.
+
+    As in transformers, a head that differs from the embedding, both as `dtype`, counts more than what config.json says.
+
+    Raises:
+        ModelError: the checkpoint can't be read.
+    """
+    if not config.tie_word_embeddings:
+        return config
+    checkpoint = Checkpoint(path)
+    has_both = HEAD in checkpoint.tensors and EMBEDDING in checkpoint.tensors
+    if not has_both or checkpoint.are_equal(HEAD, EMBEDDING, dtype):
+        return config
+    return replace(config, tie_word_embeddings=False)
+
+
 def load_weights(model: CausalLM, path: Path) -> None:
     """Fill a model, once, from the safetensors files in `path`, cast to the model's dtype.
 
-    Peak memory is the model's own share and one tensor's besides.
+    Its config is `tied_as_stored`. Peak memory is the model's own share and one tensor's besides.
 
     Raises:
         ModelError: a file is missing or broken, or the checkpoint doesn't belong to the model's config: names the

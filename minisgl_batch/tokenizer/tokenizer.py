@@ -20,6 +20,7 @@ from tokenizers.models import BPE
 
 from minisgl_batch.chat_template import drop_tools
 from minisgl_batch.errors import ModelError, RequestError
+from minisgl_batch.hub import refuse_pointer
 from minisgl_batch.messages import SetVocabulary
 from minisgl_batch.reasoning import HARMONY, THINK
 from minisgl_batch.sampling_params import SamplingParams
@@ -93,8 +94,11 @@ class ModelTokenizer:
             ModelError: the folder holds no usable tokenizer; names the folder and what is missing.
         """
         defaults = read_model_defaults(folder)
-        if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        vocabulary = [file for name in _VOCABULARY_FILES if (file := folder / name).is_file()]
+        if not vocabulary:
             raise ModelError(f"{folder} holds no tokenizer: tokenizer.json is missing")
+        for file in vocabulary:
+            refuse_pointer(file)
         from transformers import AutoTokenizer  # the slow import of this package: not before it is needed
 
         try:

@@ -332,6 +332,21 @@ def test_arguments_that_there_are_not(llm: LLM, method: str, name: str, problem:
     assert (caught.value.field, caught.value.reason) == (name, problem.format(method))
 
 
+@pytest.mark.parametrize(
+    ("seed", "problem"),
+    [
+        ("a", "must be a whole number, got 'a'"),
+        (1.5, "must be a whole number, got 1.5"),
+        (2**63, f"must be between 0 and {2**63 - 1}, got {2**63}"),
+        (-1, f"must be between 0 and {2**63 - 1}, got -1"),
+    ],
+)
+def test_seeds_that_are_none_are_refused_at_once(seed: Any, problem: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        LLM("demo", seed=seed)
+    assert (caught.value.field, caught.value.reason) == ("seed", problem)
+
+
 def test_prompts_by_other_names(llm: LLM) -> None:
     with pytest.raises(InvalidParameterError, match=r"^prompt_token_ids: .* generate: give the ids for"):
         llm.generate(prompt_token_ids=[[1, 2]])

@@ -8,6 +8,7 @@ import os
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from minisgl_batch.errors import ModelError
 from minisgl_batch.models.base import CausalLM
 from minisgl_batch.models.config import load_model_config
 from minisgl_batch.models.registry import make_model
-from minisgl_batch.models.weights import checkpoint_parts, init_dummy_weights, load_weights
+from minisgl_batch.models.weights import checkpoint_parts, init_dummy_weights, load_weights, tied_as_stored
 from tests.minisgl_batch.models.hf import random_model, save
 
 Tensors = dict[str, torch.Tensor]
@@ -155,6 +156,28 @@ def test_tied_weights_under_either_name_or_both(tmp_path: Path) -> None:
     assert_loads_the_same(folder, want)
 
 
+def test_a_head_that_differs_is_used_though_the_config_ties_it(tmp_path: Path) -> None:
+    folder = save(random_model("llama", tie_word_embeddings=True), tmp_path)
+    tied = load_model_config(folder)
+    assert tied_as_stored(tied, folder, torch.float32) == tied
+    key = "model.embed_tokens.weight"
+    column = random.randrange(tied.hidden_size)
+    rewrite(folder, lambda t: t[key][-1, column].fill_(1.0))
+    head = load_file(folder / WEIGHTS)[key].clone()
+    rewrite(folder, lambda t: t.update({"lm_head.weight": head}))
+    assert tied_as_stored(tied, folder, torch.float32) == tied
+    head[-1, column] += 1e-6
+    rewrite(folder, lambda t: t.update({"lm_head.weight": head}))
+    assert tied_as_stored(tied, folder, torch.float16) == tied
+    untied = tied_as_stored(tied, folder, torch.float32)
+    assert untied == replace(tied, tie_word_embeddings=False)
+    model = make_model(untied, SINGLE, torch.float32, torch.device("cpu"))
+    parts = checkpoint_parts(model)
+    load_weights(model, folder)
+    assert torch.equal(parts["lm_head.weight"].target, head)
+    assert torch.equal(parts["embed_tokens.weight"].target, load_file(folder / WEIGHTS)[key])
+
+
 KEY = "model.layers.1.self_attn.k_proj.weight"
 TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "missing": (lambda t: t.pop(KEY), r"lacks layers\.1\.self_attn\.k_proj\.weight"),
@@ -269,6 +292,12 @@ def test_old_formats_and_empty_folders_say_what_to_do(folder: Path) -> None:
     (folder / "pytorch_model.bin").unlink()
     os.mkfifo(folder / WEIGHTS)  # to open it would be to wait for ever
     with pytest.raises(ModelError, match=r"holds no \*\.safetensors files"):
+        loaded(folder)
+
+
+def test_a_git_lfs_pointer_says_what_to_do(folder: Path) -> None:
+    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ModelError, match=rf"{WEIGHTS} is a git-lfs pointer, .* run `git lfs pull` in "):
         loaded(folder)
 
 

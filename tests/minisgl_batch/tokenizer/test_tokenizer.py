@@ -240,6 +240,11 @@ def test_turn_end_of_the_chat_template(
         ("tokenizer.json", None, "holds no tokenizer: tokenizer.json is missing"),
         ("tokenizer.json", "{}", "can't load a tokenizer from"),
         (
+            "tokenizer.json",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+            "is a git-lfs pointer, .* run `git lfs pull`",
+        ),
+        (
             "config.json",
             '{"model_type": "qwen2", "rms_norm_eps": "1", "vocab_size": 9, "max_position_embeddings": 9}',
             "field 'rms_norm_eps': .*expected float",
