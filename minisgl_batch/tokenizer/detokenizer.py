@@ -1,9 +1,9 @@
 """From token ids back to text: whole rows at once, or a stream whose pieces add up to the same text.
 
-Both equal Hugging Face's `decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=False)`. A stream gives
-text as soon as no later token can change it, so a character of several tokens comes whole. Ids without a token (a
-model's vocabulary may be padded) have no text. Behind a prompt's tokens the text begins with its first space, which
-that decoding drops with some tokenizers. Knows nothing of requests or stop strings.
+Both equal Hugging Face's `decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=False)`, but for bytes
+that are no characters: they spoil nothing beside them, so that a stream gives each character with its last token. Ids
+without a token (a model's vocabulary may be padded) have no text. Behind a prompt's tokens the text begins with its
+first space, which that decoding drops with some tokenizers. Knows nothing of requests or stop strings.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 REPLACEMENT = "\ufffd"
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+_REPLACE_EACH = "replace each byte"  # of what isn't UTF-8, as Hugging Face does
 
 
 class TextStream(Protocol):
@@ -60,7 +61,7 @@ def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool = True) 
     silent = _special_tokens(tokenizer) if skip_special_tokens else frozenset()
     if steps == ["ByteLevel"]:
         return ByteLevelDetokenizer(tokenizer, silent)
-    return WindowDetokenizer(tokenizer, silent, joins_bytes="ByteLevel" in steps)
+    return WindowDetokenizer(tokenizer, silent, joins_bytes="ByteLevel" in steps, has_bytes="ByteFallback" in steps)
 
 
 class ByteLevelDetokenizer:
@@ -121,23 +122,28 @@ class _TokenBytes(dict[int, bytes]):
 class WindowDetokenizer:
     """For every other decoder, such as sentencepiece with byte fallback (Llama 2, Mistral, Gemma) or WordPiece.
 
-    A token's text depends on what stands before it (leading spaces are stripped from the first one only) and, for
-    fallback bytes, on the whole run of bytes (one invalid byte spoils the run). So new tokens are decoded together
-    with the one visible token before them, and wait while a run of bytes is open.
+    A token's text depends on what stands before it: leading spaces are stripped from the first one only. So a new token
+    is decoded together with the one visible token before it; but fallback bytes are UTF-8.
 
     Args:
         silent: tokens without text: all special ones, or none.
+        joins_bytes: tokens may be a part of a character's bytes, in GPT-2's alphabet.
+        has_bytes: tokens may be fallback bytes, such as <0x0A>.
     """
 
-    def __init__(self, tokenizer: Tokenizer, silent: frozenset[str], *, joins_bytes: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[str], *, joins_bytes: bool, has_bytes: bool) -> None:
         self._tokenizer = tokenizer
-        self._kinds = _TokenKinds(tokenizer, silent)
+        self._kinds = _TokenKinds(tokenizer, silent, has_bytes)
         self._skips_special = bool(silent)
         self._joins_bytes = joins_bytes
         self._before: list[int] = []  # a token before the text, or none
 
     def decode_full(self, token_ids: Sequence[int]) -> str:
-        return self._decode([*self._before, *token_ids])[len(self._decode(self._before)) :]
+        text = self._decode([*self._before, *token_ids])[len(self._decode(self._before)) :]
+        if REPLACEMENT not in text:
+            return text
+        stream = self.stream()  # among bytes that are no characters there may be some that are
+        return "".join([*map(stream.push, token_ids), stream.flush()])
 
     def stream(self) -> TextStream:
         return _WindowStream(self._tokenizer, self._kinds, self._joins_bytes, self._before)
@@ -155,18 +161,19 @@ class WindowDetokenizer:
         return text
 
 
-_SILENT, _TEXT, _BYTE = range(3)
+_SILENT, _TEXT = -2, -1  # kinds of tokens; others are a byte's value
 
 
 class _WindowStream:
-    """`_window` = [the last token whose text is out, if any] + [tokens whose text is not out]."""
+    """`_window` = [the last token whose text is out, if any] + [those whose text is not out]; bytes go another way."""
 
-    __slots__ = ("_joins_bytes", "_kinds", "_prefix", "_tokenizer", "_window")
+    __slots__ = ("_joins_bytes", "_kinds", "_prefix", "_tokenizer", "_utf8", "_window")
 
     def __init__(self, tokenizer: Tokenizer, kinds: _TokenKinds, joins_bytes: bool, before: list[int]) -> None:
         self._tokenizer = tokenizer
         self._kinds = kinds
         self._joins_bytes = joins_bytes
+        self._utf8 = _Utf8Decoder(_REPLACE_EACH)
         self._window = before.copy()
         self._prefix = self._decode()  # text of the window's token that is out, decoded alone
 
@@ -174,20 +181,33 @@ class _WindowStream:
         kind = self._kinds[token_id]
         if kind == _SILENT:
             return ""
+        if kind != _TEXT:
+            return self._push_byte(token_id, kind)
+        half = self._utf8.decode(b"", final=True)
         self._window.append(token_id)
-        if kind == _BYTE:
-            return ""
         text = self._decode()
         # Only decoders that join the bytes of several tokens can end with half a character here.
         if not text.startswith(self._prefix) or (self._joins_bytes and text.endswith(REPLACEMENT)):
-            return ""
+            return half
         new_text = text[len(self._prefix) :]
-        self._window = [token_id]
-        self._prefix = self._decode()
-        return new_text
+        self._show(token_id)
+        return half + new_text
 
     def flush(self) -> str:
-        return self._decode()[len(self._prefix) :]
+        return self._decode()[len(self._prefix) :] + self._utf8.decode(b"", final=True)
+
+    def _push_byte(self, token_id: int, byte: int) -> str:
+        is_first = not self._window
+        held = self._decode()[len(self._prefix) :] if len(self._window) > 1 else ""
+        self._show(token_id)
+        if is_first and byte == ord(" "):
+            return self._prefix  # which may have lost it
+        return held + self._utf8.decode(bytes([byte]))
+
+    def _show(self, token_id: int) -> None:
+        """The text of all tokens up to this one is out, or half a character's."""
+        self._window = [token_id]
+        self._prefix = self._decode()
 
     def _decode(self) -> str:
         text: str = self._tokenizer.decode(self._window, skip_special_tokens=False)  # none is here that has no text
@@ -197,19 +217,30 @@ class _WindowStream:
 class _TokenKinds(dict[int, int]):
     """Of each id, found when first asked for: without text, with text, or a fallback byte."""
 
-    def __init__(self, tokenizer: Tokenizer, silent: frozenset[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[str], has_bytes: bool) -> None:
         super().__init__()
         self._tokenizer = tokenizer
         self._silent = silent
+        self._has_bytes = has_bytes
 
     def __missing__(self, token_id: int) -> int:
         token = self._tokenizer.id_to_token(token_id)
         if token is None or token in self._silent:
             kind = _SILENT
+        elif self._has_bytes and _FALLBACK_BYTE.fullmatch(token):
+            kind = int(token[1:-1], 16)
         else:
-            kind = _BYTE if _FALLBACK_BYTE.fullmatch(token) else _TEXT
+            kind = _TEXT
         self[token_id] = kind
         return kind
+
+
+def _replace_each(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(_REPLACE_EACH, _replace_each)
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> list[str]:

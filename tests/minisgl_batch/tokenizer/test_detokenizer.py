@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,8 +31,27 @@ def streamed(detokenizer: Detokenizer, token_ids: list[int]) -> str:
 
 
 def decoded(tokenizer: Tokenizer, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    """By Hugging Face's decoder, with a whole replacement character for each fallback byte that is part of no other."""
+    if tokenizer.token_to_id("<0x0A>") is not None:
+        token_ids = replaced(tokenizer, token_ids, skip_special_tokens)
     text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
     return text
+
+
+def replaced(tokenizer: Tokenizer, token_ids: list[int], skip_special_tokens: bool) -> list[int]:
+    fallback = {tokenizer.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    silent = special if skip_special_tokens else set()
+    shown = [token for token in token_ids if tokenizer.id_to_token(token) is not None and token not in silent]
+    out: list[int] = []
+    for is_byte, run in groupby(shown, fallback.__contains__):
+        if is_byte:
+            text = bytes(fallback[token] for token in run).decode("utf-8", "surrogateescape")
+            whole = "".join(REPLACEMENT if "\udc80" <= char <= "\udcff" else char for char in text)
+            out += [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in whole.encode()]
+        else:
+            out += run
+    return out
 
 
 def check(tokenizer: Tokenizer, token_ids: list[int]) -> None:
@@ -109,15 +130,21 @@ def test_byte_level_holds_back_half_characters_only(byte_level_tokenizer: Tokeni
     assert stream.flush() == ""
 
 
-def test_byte_fallback_holds_back_runs_of_bytes_only(byte_fallback_tokenizer: Tokenizer) -> None:
-    ids = byte_fallback_tokenizer.encode("dog 안녕 dog").ids
+@pytest.mark.parametrize("text", ["dog 안녕 dog", "dog\n\n안녕\n", "\n다람쥐"])
+def test_byte_fallback_holds_back_half_characters_only(byte_fallback_tokenizer: Tokenizer, text: str) -> None:
+    ids = byte_fallback_tokenizer.encode(text).ids
     stream = make_detokenizer(byte_fallback_tokenizer).stream()
     shown = ""
     for end, token_id in enumerate(ids, 1):
         shown += stream.push(token_id)
-        token = byte_fallback_tokenizer.id_to_token(token_id)
-        assert shown == decoded(byte_fallback_tokenizer, ids[:end]) or token.startswith("<0x")
-    assert shown == "dog 안녕 dog"
+        assert shown == decoded(byte_fallback_tokenizer, ids[:end]).rstrip(REPLACEMENT)
+    assert shown == text
+
+
+def test_half_a_character_spoils_none_before_it(byte_fallback_tokenizer: Tokenizer) -> None:
+    ids = byte_fallback_tokenizer.encode("dog\n안녕").ids[:-1]
+    detokenizer = make_detokenizer(byte_fallback_tokenizer)
+    assert streamed(detokenizer, ids) == detokenizer.decode_full(ids) == "dog\n안" + 2 * REPLACEMENT
 
 
 def test_generation_that_stops_inside_a_character(byte_level_tokenizer: Tokenizer) -> None:
