@@ -29,7 +29,7 @@ class _Row:
         lexer: the matcher's.
         taken: the tokens that the matcher has taken.
         in_answer: the grammar takes every token.
-        is_free: everything is allowed: reasoning.
+        is_free: everything is allowed but to end the text: reasoning, behind which an answer has to come.
         by_grammar: what the grammar allows is allowed, and
         mark_tokens: these tokens are, as parts of a mark.
         has_failed: it was reported.
@@ -111,7 +111,7 @@ class Constraints:
         self._rows: dict[int, _Row] = {}
         self._failures: list[tuple[int, str]] = []
         self._executor: Any = None
-        self._all = self._ends = np.empty(0, dtype=np.int32)
+        self._all = self._ends = self._reasoning = np.empty(0, dtype=np.int32)
 
     def set_vocabulary(self, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """Before the first row."""
@@ -120,6 +120,7 @@ class Constraints:
         self._executor = LLExecutor()
         self._all = _mask(vocab_size, range(vocab_size))
         self._ends = _mask(vocab_size, eos_ids)
+        self._reasoning = self._all & ~self._ends
 
     def add(self, uid: int, grammar: Grammar, constraint: Constraint) -> None:
         """A row that is at its beginning."""
@@ -155,7 +156,7 @@ class Constraints:
         for line, uid in enumerate(uids):  # most rows are asked and nothing else
             row = self._rows.get(uid)
             if row is None or row.is_free:
-                masks[line] = self._all
+                masks[line] = self._all if row is None else self._reasoning
                 continue
             if row.by_grammar:
                 if row.needs_matcher():
