@@ -175,12 +175,15 @@ def refuse_others(others: Mapping[str, Any], method: Callable[..., Any], advice:
 
 
 class NamedFields(msgspec.StructMeta):
-    """Of records that users make: says which names there are where a value is given without one."""
+    """Of records that users make: says which names there are where a value is given without one, or by another."""
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         if args:
             names = " or ".join(f"{field}=..." for field in self.__struct_fields__[:2])
             raise UsageError(f"{self.__name__} takes arguments by name, such as {names}: name {args[0]!r}")
+        for field in given:
+            if field not in self.__struct_fields__:
+                raise no_such(field, f"field of {self.__name__}", frozenset(self.__struct_fields__))
         return super().__call__(**given)
 
 
@@ -188,16 +191,11 @@ class KnownFields(NamedFields):
     """Of sampling parameters: refuses one that there isn't, with what to use instead, unless it changes nothing."""
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        try:
-            return super().__call__(*args, **given)
-        except TypeError:
-            known = frozenset(self.__struct_fields__)
-            if given.keys() <= known:
-                raise
+        known = frozenset(self.__struct_fields__)
         for field, value in given.items():
             if field in known or is_tolerated(field, value):
                 continue
             if field in UNSUPPORTED:
                 raise InvalidParameterError(field, f"isn't supported: {unsupported_hint(field)}")
             raise no_such(field, "sampling parameter", known)
-        return super().__call__(**{field: value for field, value in given.items() if field in known})
+        return super().__call__(*args, **{field: value for field, value in given.items() if field in known})

@@ -31,7 +31,6 @@ MIN_REPETITION_GUARD = 16
 MAX_TOKENS_LIMIT = 1 << 24  # no model's context comes near; larger values are typing mistakes
 MAX_SEED = (1 << 63) - 1
 MAX_N = 1024
-MAX_STOP_STRINGS = 64
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_PENALTY = 2.0  # of presence and frequency, either way: the range of the OpenAI API
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # further off, ruled out tokens become NaN
@@ -58,15 +57,20 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "tokenizer_kwargs",
     }
 )
-MAX_CHOICES = 1024
 CHAT_OPTIONS = ("tools", "chat_template_kwargs", "continue_final_message")
 """What chat templates get beside messages."""
 
 # What means something beside choices: how the prompt is made.
 WITH_CHOICES = frozenset({"choices", "truncate", *CHAT_OPTIONS})
-MAX_STOP_TOKEN_IDS = 256  # all rows are compared with as many as any row has
 MAX_LOGIT_RULES = 2048
 """Tokens of one row that may be named in `logit_bias`, `bad_words` and, with `min_tokens`, as stop tokens."""
+MAX_ITEMS = {
+    "stop": 64,
+    "stop_token_ids": 256,  # all rows are compared with as many as any row has
+    "logit_bias": MAX_LOGIT_RULES,
+    "bad_words": MAX_LOGIT_RULES,
+    "choices": 1024,
+}
 
 
 def _check_tools(tools: object) -> None:
@@ -90,7 +94,7 @@ def _check_template_kwargs(given: object) -> None:
 def _check_choices(choices: object, given: Mapping[str, Any]) -> None:
     if not isinstance(choices, list | tuple) or not choices:
         raise InvalidParameterError("choices", f"must be a list of at least one text, got {choices!r}")
-    check_strings("choices", choices, MAX_CHOICES)
+    check_strings("choices", choices, MAX_ITEMS["choices"])
     if len(set(choices)) < len(choices):
         twice = next(text for i, text in enumerate(choices) if text in choices[:i])
         raise InvalidParameterError("choices", f"holds {twice!r} twice")
@@ -103,8 +107,8 @@ def _check_stop_token_ids(token_ids: object) -> None:
         return
     if not isinstance(token_ids, list | tuple):
         raise InvalidParameterError("stop_token_ids", f"must be a list of token ids, got {token_ids!r}")
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidParameterError("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(token_ids)}")
+    if len(token_ids) > (most := MAX_ITEMS["stop_token_ids"]):
+        raise InvalidParameterError("stop_token_ids", f"at most {most} ids, got {len(token_ids)}")
     for token_id in token_ids:
         check_int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
 
@@ -123,8 +127,8 @@ def _read_logit_bias(given: object) -> dict[int, float]:
         if token in biases:
             raise InvalidParameterError("logit_bias", f"names token {token} twice")
         biases[token] = float(bias)
-    if len(biases) > MAX_LOGIT_RULES:
-        raise InvalidParameterError("logit_bias", f"at most {MAX_LOGIT_RULES} tokens, got {len(biases)}")
+    if len(biases) > (most := MAX_ITEMS["logit_bias"]):
+        raise InvalidParameterError("logit_bias", f"at most {most} tokens, got {len(biases)}")
     return dict(sorted(biases.items()))
 
 
@@ -169,7 +173,7 @@ class SamplingParams(
     kw_only=True,
     metaclass=KnownFields,
 ):
-    """What a user may set for a row; the names are those of vLLM and of the OpenAI API.
+    """What a user may set for a row; what vLLM and the OpenAI API have, too, has their names.
 
     Attributes:
         n: samples per prompt, each a row of its own in the result.
@@ -186,7 +190,7 @@ class SamplingParams(
         presence_penalty: taken from the logit of each token that the output has, in [-2, 2].
         frequency_penalty: the same times how often the output has it, in [-2, 2].
         repetition_penalty: divides the logit of each token that the prompt or the output has where it is positive, and
-            multiplies it elsewhere; above 0, at most 100. Applied before the two others.
+            multiplies it elsewhere, in [0.01, 100]. Applied before the two others.
         logit_bias: added to these tokens' logits before penalties, each in [-100, 100].
         min_tokens: no end-of-sequence or stop token comes, and no stop string counts, before so many tokens.
         bad_words: the output has none of these words' tokens in a row, as they begin a text or follow a space.
@@ -259,8 +263,8 @@ class SamplingParams(
             raise InvalidParameterError(
                 "min_tokens", f"must be at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}"
             )
-        check_strings("stop", self.stop, MAX_STOP_STRINGS)
-        check_strings("bad_words", self.bad_words, MAX_LOGIT_RULES)
+        for field in ("stop", "bad_words"):
+            check_strings(field, getattr(self, field), MAX_ITEMS[field])
         _check_stop_token_ids(self.stop_token_ids)
         for field in _FLAG_FIELDS:
             check_bool(field, getattr(self, field))

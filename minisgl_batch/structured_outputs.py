@@ -48,6 +48,7 @@ class StructuredOutputsParams(
 
     Raises:
         InvalidParameterError: a value can't be used, or several contradict each other; names `structured_outputs`.
+            Or there is no such argument; names that.
     """
 
     json: str | dict[str, Any] | None = None

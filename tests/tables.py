@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from minisgl_batch.cli.options import sampling_options
 from minisgl_batch.models.families import MODELS
-from minisgl_batch.sampling_params import NEUTRAL, REAL_FIELDS, WHOLE_FIELDS, SamplingParams
+from minisgl_batch.sampling_params import MAX_ITEMS, NEUTRAL, REAL_FIELDS, WHOLE_FIELDS, SamplingParams
 from minisgl_batch.structured_outputs import StructuredOutputsParams
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +24,31 @@ TABLES = {
     "README.md": {"models": "tests.tables:models", "sampling": "tests.tables:sampling"},
     "docs/models.md": {"compared": "tests.minisgl_batch.models.table:compared_models"},
 }
+# The fields of vLLM's SamplingParams that are fields of ours.
+_OF_VLLM = frozenset(
+    {
+        "n",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "min_tokens",
+        "bad_words",
+        "logprobs",
+        "prompt_logprobs",
+        "structured_outputs",
+    }
+)
 _KINDS = {bool: "flag", dict: "object", int: "number", str: "text", StructuredOutputsParams: "object"}
 
 
@@ -39,10 +64,16 @@ def models() -> str:
 
 
 def sampling() -> str:
-    """The fields of SamplingParams, as they are declared, documented and checked."""
+    """The fields of SamplingParams, as they are declared, documented and checked; with a star, those vLLM's hasn't."""
     options, meanings = job_options(), documented(SamplingParams)
     rows = [
-        (f"`{field}`", options[field], values(field), default(field), meanings[field])
+        (
+            f"`{field}`" + ("" if field in _OF_VLLM else " \\*"),
+            options[field],
+            values(field),
+            default(field),
+            meanings[field],
+        )
         for field in SamplingParams.__struct_fields__
     ]
     return markdown(("row, `SamplingParams`", "job", "values", "default", "meaning"), rows)
@@ -75,7 +106,8 @@ def values(field: str) -> str:
         low, high, low_open = REAL_FIELDS[field]
         return f"above {low:g}, to {_number(high)}" if low_open else f"{low:g} to {_number(high)}"
     kinds = get_args(get_type_hints(SamplingParams)[field])
-    return " or ".join(_kind(kind) for kind in kinds if kind is not NoneType)
+    most = f", at most {MAX_ITEMS[field]:,}" if field in MAX_ITEMS else ""
+    return " or ".join(_kind(kind) for kind in kinds if kind is not NoneType) + most
 
 
 def default(field: str) -> str:

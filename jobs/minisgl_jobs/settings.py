@@ -10,7 +10,7 @@ from typing import Any
 
 from minisgl_batch.errors import InvalidParameterError
 from minisgl_batch.other_fields import UNSUPPORTED, is_tolerated, nearest, unsupported_hint
-from minisgl_batch.sampling_params import CHAT_OPTIONS, WITH_CHOICES, SamplingParams
+from minisgl_batch.sampling_params import CHAT_OPTIONS, MAX_ITEMS, WITH_CHOICES, SamplingParams
 from minisgl_batch.structured_outputs import StructuredOutputsParams, read_response_format
 from minisgl_batch.words import UNSAFE, one_line
 from minisgl_jobs.faults import FieldError, as_text, kind, show
@@ -129,7 +129,9 @@ def check_chat_options(
             continue
         leave_out = f"leave out `{field}`" if own is None else "leave it out"
         if messages is None:
-            hint = f"give messages, make prompts chats with `chat`, or {leave_out}"
+            # A chat that is made of a prompt has no assistant's message.
+            make_chats = "" if field == "continue_final_message" else "make prompts chats with `chat`, "
+            hint = f"give messages, {make_chats}or {leave_out}"
             raise FieldError(prefix + field, "is for messages, and the row has none", hint)
         if field == "continue_final_message" and (role := messages[-1]["role"]) != "assistant":
             problem = f"needs a last message of assistant, not of {role}"
@@ -166,6 +168,8 @@ def _logprobs(fields: dict[str, Any], prefix: str) -> dict[str, Any]:
 def _params_hint(field: str, value: Any) -> str:
     if isinstance(value, str) and _is_good(field, value):
         return "write it without quotes"
+    if isinstance(value, list | dict) and len(value) > MAX_ITEMS.get(field, len(value)):
+        return "give fewer"
     if field in _PARAM_HINTS:
         return _PARAM_HINTS[field]
     return "correct it, or leave it out for the job's default"

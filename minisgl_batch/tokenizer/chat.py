@@ -66,7 +66,7 @@ class ChatOptions:
             if value:
                 raise RequestError(
                     "invalid_request",
-                    f"{field}: only messages are rendered by the chat template (or use chat=True, --chat)",
+                    f"{field}: only messages are rendered by the chat template: give messages, to LLM.chat",
                 )
 
 

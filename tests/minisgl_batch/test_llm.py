@@ -138,7 +138,7 @@ def test_an_answer_that_goes_on(llm: LLM) -> None:
     assert output.outputs[0].text == "2"
     with pytest.raises(RequestError, match="prompt 0: continue_final_message: the last message must be"):
         llm.chat(MESSAGES, SamplingParams(continue_final_message=True), progress=False)
-    with pytest.raises(RequestError, match="prompt 1: tools: only messages are rendered"):
+    with pytest.raises(RequestError, match=r"prompt 1: tools: only messages .*: give messages, to LLM\.chat$"):
         llm.generate([MESSAGES, QUESTION], SamplingParams(tools=({"name": "f"},)), progress=False)
 
 

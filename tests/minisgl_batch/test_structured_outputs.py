@@ -96,6 +96,12 @@ def test_response_formats_that_cant_be_used(given: Any) -> None:
     assert caught.value.field == "response_format"
 
 
+def test_arguments_by_other_names() -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        StructuredOutputsParams(choices=["a"])  # type: ignore[call-arg]
+    assert str(caught.value) == "choices: is no field of StructuredOutputsParams; did you mean choice?"
+
+
 def test_what_ends_by_itself_has_an_end() -> None:
     with pytest.raises(InvalidParameterError, match="contradicts structured_outputs") as caught:
         SamplingParams(ignore_eos=True).over(SamplingParams(structured_outputs={"json_object": True}))  # type: ignore[arg-type]

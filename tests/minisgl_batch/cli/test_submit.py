@@ -143,7 +143,8 @@ def test_options_of_chats_need_messages(run_cli: RunCli, tmp_path: Path, option:
     assert "2 of 4 rows can't be used" in result.stderr
     field = option[0].removeprefix("--").replace("-", "_")
     assert f"{field}  is for messages, and the row has none" in result.stderr
-    assert f"make prompts chats with --chat, or leave out {option[0]}" in result.stderr
+    chats = "" if field == "continue_final_message" else "make prompts chats with --chat, "
+    assert f"give messages, {chats}or leave out {option[0]}" in result.stderr
 
 
 def test_a_row_goes_on_with_its_own_assistant_alone(run_cli: RunCli, client: redis.Redis, tmp_path: Path) -> None:
