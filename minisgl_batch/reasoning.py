@@ -16,7 +16,7 @@ class Marks(NamedTuple):
     Attributes:
         opening, closing: before and behind it.
         answering: what a text without reasoning begins with, and which is no part of the answer; "" for nothing.
-        tokens: special tokens that these are made of.
+        tokens: special tokens that these are made of; they are then headers of messages.
     """
 
     opening: str
@@ -33,6 +33,10 @@ HARMONY = Marks(
     "<|channel|>final<|message|>",
     frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"}),
 )
+_END = "<|end|>"  # of a message, with which the header of the next one begins
+# A header that has begun at a text's beginning, and one behind a message, which may be whole. What is longer is none.
+_BEGUN_HEADER = re.compile(r"<\|channel\|>(?:(?!<\|message\|>).){0,300}\Z", re.DOTALL)
+_NEXT_HEADER = re.compile(r"<\|end\|>(?:(?!<\|end\|>).){0,300}?(<\|message\|>|\Z)", re.DOTALL)
 _LEAD = re.compile(rf"\s*(?:{re.escape(THINK.opening)}|{re.escape(HARMONY.opening)})?\s*")
 
 
@@ -96,13 +100,15 @@ class ReasoningSplitter:
 
     def flush(self) -> str:
         """What was held back, now that no more follows."""
-        if self._state == "lead" and not self._mark(self._held.lstrip()):
+        begun = self._held.lstrip()
+        if self._state == "lead" and not self._mark(begun) and not self._is_begun_header(begun):
             self._state = "reasoning" if self._opened else "answer"
-            self._start = self._end = len(self._held) - len(self._held.lstrip()) if self._opened else 0
+            self._start = self._end = len(self._held) - len(begun) if self._opened else 0
         elif self._state == "lead":
             self._start = self._end = len(self._held)
         if self._state == "reasoning":
-            self._end = max(self._start, self._num_released + len(self._held.rstrip()))
+            inside = self._held[: self._find_closing(is_last=True)[0]].rstrip()
+            self._end = max(self._start, self._num_released + len(inside))
         return self._release(len(self._held))
 
     def _lead(self) -> str:
@@ -110,6 +116,8 @@ class ReasoningSplitter:
         begun = self._held.lstrip()
         if self._marks.opening.startswith(begun) or self._marks.answering.startswith(begun):
             return ""  # also while there is nothing but white space, or the mark without what follows it
+        if self._is_begun_header(begun):
+            return ""
         mark = self._mark(begun)
         if not mark and not self._opened:
             self._state = "answer"  # of a text without reasoning, white space included
@@ -129,20 +137,35 @@ class ReasoningSplitter:
         marks = (self._marks.opening, self._marks.answering)
         return next((mark for mark in marks if begun.startswith(mark)), "")
 
+    def _is_begun_header(self, begun: str) -> bool:
+        """It is one of a first message, and not all of it."""
+        return bool(self._marks.tokens) and _BEGUN_HEADER.match(begun) is not None
+
     def _reasoning(self) -> str:
         """Up to the end of the closing mark, or what can't be part of it or of the white space before it."""
-        closing = self._marks.closing
-        at = self._held.find(closing)
-        is_closed = at >= 0
-        if not is_closed:
-            at = len(self._held) - _beginning_at_end(self._held, closing)
+        at, is_closed = self._find_closing()
         inside = len(self._held[:at].rstrip())
         if inside:
             self._end = self._num_released + inside
         if not is_closed:
             return self._release(inside)
         self._state = "gap"
-        return self._release(at + len(closing))
+        return self._release(at + len(self._marks.closing))
+
+    def _find_closing(self, *, is_last: bool = False) -> tuple[int, bool]:
+        """Where the closing mark begins, or what may become it, and whether it is whole.
+
+        The beginning of a header is no reasoning, though it is the last; that of another mark is.
+        """
+        mark = self._marks.closing
+        if (at := self._held.find(mark)) >= 0:
+            return at, True
+        if self._marks.tokens:
+            mark = _END
+            for header in _NEXT_HEADER.finditer(self._held):
+                if not header[1]:
+                    return header.start(), False
+        return len(self._held) - (0 if is_last else _beginning_at_end(self._held, mark)), False
 
     def _gap(self) -> str:
         """The white space behind the closing mark."""

@@ -79,7 +79,11 @@ FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
         ("<|channel|>final<|message|>", False, ("", "")),
         ("<|channel|>analysis<|message|>hm", False, ("hm", "")),
         ("<|channel|>analysis<|message|>", False, ("", "")),
-        ("<|channel|>ana", False, ("", "<|channel|>ana")),
+        ("<|channel|>", False, ("", "")),  # a header that is cut is neither
+        (" <|channel|>ana", True, ("", "")),
+        ("<|channel|>analysis<|message|>hm <|end|>", False, ("hm", "")),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>f", False, ("hm", "")),
+        ("hm <|en", True, ("hm <|en", "")),
         ("42", False, ("", "42")),
         (f"<|channel|>analysis<|message|>a<|end|><|start|>b{FINAL}42", False, ("a<|end|><|start|>b", "42")),
     ],
@@ -88,6 +92,26 @@ def test_what_gpt_oss_writes(text: str, opened: bool, parts: tuple[str, str]) ->
     for pieces in (list(text), [text], re.split(r"(?=<)", text)):
         assert split(pieces, opened=opened, marks=HARMONY) == (text, *parts)
     assert find_reasoning(text, *parts).split(text) == parts
+
+
+CHANNEL_PIECES = [
+    "<|channel|>",
+    "analysis",
+    "final",
+    "<|message|>",
+    "<|end|>",
+    "<|start|>",
+    "assistant",
+    FINAL,
+    " ",
+    "a",
+]
+
+
+@given(st.lists(st.sampled_from(CHANNEL_PIECES)), st.booleans())
+def test_any_text_of_gpt_oss(pieces: list[str], opened: bool) -> None:
+    whole = split(["".join(pieces)], opened=opened, marks=HARMONY)
+    assert split(pieces, opened=opened, marks=HARMONY) == whole
 
 
 def test_text_is_released_as_soon_as_it_is_known() -> None:
