@@ -17,23 +17,28 @@ class Marks(NamedTuple):
         opening, closing: before and behind it.
         answering: what a text without reasoning begins with, and which is no part of the answer; "" for nothing.
         tokens: special tokens that these are made of; they are then headers of messages.
+        has_calls: a message to a recipient ends reasoning, too, and is the answer, with its header.
     """
 
     opening: str
     closing: str
     answering: str = ""
     tokens: frozenset[str] = frozenset()
+    has_calls: bool = False
 
 
 THINK = Marks("<think>", "</think>")
-# gpt-oss writes messages to channels. What it writes before the final one is reasoning, headers in between included.
+# gpt-oss writes messages to channels. What it writes before the final one, or a call, is reasoning, headers in between
+# included.
 HARMONY = Marks(
     "<|channel|>analysis<|message|>",
     "<|end|><|start|>assistant<|channel|>final<|message|>",
     "<|channel|>final<|message|>",
     frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"}),
+    has_calls=True,
 )
 _END = "<|end|>"  # of a message, with which the header of the next one begins
+_AUTHOR = f"{_END}<|start|>assistant"  # before a call; that of a first message is in the prompt
 # A header that has begun at a text's beginning, and one behind a message, which may be whole. What is longer is none.
 _BEGUN_HEADER = re.compile(r"<\|channel\|>(?:(?!<\|message\|>).){0,300}\Z", re.DOTALL)
 _NEXT_HEADER = re.compile(r"<\|end\|>(?:(?!<\|end\|>).){0,300}?(<\|message\|>|\Z)", re.DOTALL)
@@ -142,30 +147,36 @@ class ReasoningSplitter:
         return bool(self._marks.tokens) and _BEGUN_HEADER.match(begun) is not None
 
     def _reasoning(self) -> str:
-        """Up to the end of the closing mark, or what can't be part of it or of the white space before it."""
-        at, is_closed = self._find_closing()
+        """Up to the end of the mark that closes it, or what can't be part of it or of the white space before it."""
+        at, end, self._state = self._find_closing()
         inside = len(self._held[:at].rstrip())
         if inside:
             self._end = self._num_released + inside
-        if not is_closed:
+        if self._state == "reasoning":
             return self._release(inside)
-        self._state = "gap"
-        return self._release(at + len(self._marks.closing))
+        released = self._release(end)
+        self._answer = self._num_released  # with "gap", further on
+        return released
 
-    def _find_closing(self, *, is_last: bool = False) -> tuple[int, bool]:
-        """Where the closing mark begins, or what may become it, and whether it is whole.
+    def _find_closing(self, *, is_last: bool = False) -> tuple[int, int, str]:
+        """Where the mark that closes reasoning begins and ends, and the state behind it; this one while it isn't whole.
 
         The beginning of a header is no reasoning, though it is the last; that of another mark is.
         """
-        mark = self._marks.closing
-        if (at := self._held.find(mark)) >= 0:
-            return at, True
+        mark = closing = self._marks.closing
         if self._marks.tokens:
             mark = _END
             for header in _NEXT_HEADER.finditer(self._held):
+                if header[0] == closing:
+                    return *header.span(), "gap"
                 if not header[1]:
-                    return header.start(), False
-        return len(self._held) - (0 if is_last else _beginning_at_end(self._held, mark)), False
+                    return header.start(), header.start(), "reasoning"
+                if self._marks.has_calls and header[0].startswith(_AUTHOR) and " to=" in header[0]:
+                    return header.start(), header.start() + len(_AUTHOR), "answer"
+        elif (at := self._held.find(closing)) >= 0:
+            return at, at + len(closing), "gap"
+        at = len(self._held) - (0 if is_last else _beginning_at_end(self._held, mark))
+        return at, at, "reasoning"
 
     def _gap(self) -> str:
         """The white space behind the closing mark."""

@@ -235,16 +235,18 @@ def resolve_request(
         timeout_s=params.row_timeout,
         repetition_guard=params.repetition_guard or 0,
     )
+    grammar = "" if params.structured_outputs is None else make_grammar(params.structured_outputs)
     reasoning = None
     if params.split_reasoning:
         opened = tokenizer.last_text(prompt_ids).rstrip().endswith(tokenizer.marks.opening)
         stops_in_it = _set(params.stop_in_reasoning)
-        reasoning = ReasoningRules(opened, stops_in_it, tokenizer.marks)
+        marks = tokenizer.marks._replace(has_calls=False) if grammar else tokenizer.marks  # a call isn't what is asked
+        reasoning = ReasoningRules(opened, stops_in_it, marks)
     # Special tokens are parts of what models write around tool calls, and some around their reasoning.
     is_whole = bool(params.tools) or (reasoning is not None and bool(reasoning.marks.tokens))
     detokenizer = tokenizer.whole_detokenizer if is_whole else tokenizer.detokenizer
     constraint = None
-    if params.structured_outputs is not None and (grammar := make_grammar(params.structured_outputs)):
+    if grammar:
         if not any(token < tokenizer.vocab_size for token in eos_ids):
             raise RequestError(
                 "invalid_request",

@@ -67,6 +67,7 @@ def test_what_models_write(text: str, opened: bool, parts: tuple[str, str]) -> N
     assert split([text], opened=opened) == (text, *parts)
 
 
+CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a":1}'
 FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
@@ -83,6 +84,10 @@ FINAL = "<|end|><|start|>assistant<|channel|>final<|message|>"
         (" <|channel|>ana", True, ("", "")),
         ("<|channel|>analysis<|message|>hm <|end|>", False, ("hm", "")),
         ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>f", False, ("hm", "")),
+        (f"<|channel|>analysis<|message|>hm <|end|><|start|>assistant{CALL}", False, ("hm", CALL)),
+        (f"hm<|end|><|start|>assistant to=f{CALL}{FINAL}42", True, ("hm", f" to=f{CALL}{FINAL}42")),
+        (CALL, False, ("", CALL)),
+        (f"hm<|end|><|start|>f to=assistant{CALL}{FINAL}42", True, (f"hm<|end|><|start|>f to=assistant{CALL}", "42")),
         ("hm <|en", True, ("hm <|en", "")),
         ("42", False, ("", "42")),
         (f"<|channel|>analysis<|message|>a<|end|><|start|>b{FINAL}42", False, ("a<|end|><|start|>b", "42")),

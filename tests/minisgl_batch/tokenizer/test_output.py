@@ -21,6 +21,7 @@ from minisgl_batch.messages import (
 )
 from minisgl_batch.reasoning import HARMONY
 from minisgl_batch.sampling_params import SamplingParams
+from minisgl_batch.structured_outputs import StructuredOutputsParams
 from minisgl_batch.tokenizer import ModelTokenizer, resolve_request
 from minisgl_batch.tokenizer.detokenizer import Detokenizer, make_detokenizer
 from minisgl_batch.tokenizer.input import ReasoningRules, StopRules
@@ -283,6 +284,10 @@ def test_channels_of_gpt_oss_are_told_apart_though_their_marks_have_no_text(
         found[split] = (result.raw_text, result.reasoning_text, result.text)
     assert found[True] == (text, "the dog", "a dog")
     assert found[False] == (None, None, with_channels.decode(ids))
+    params = SamplingParams(split_reasoning=True, structured_outputs=StructuredOutputsParams(choice=["a"]))
+    resolved = resolve_request(model_tokenizer, prompt, params, max_len=99, job_seed=0, row_index=0)
+    assert resolved.reasoning is not None
+    assert resolved.reasoning.marks == HARMONY._replace(has_calls=False)  # a call isn't what is asked for
 
 
 @pytest.mark.parametrize("watched", [False, True])
