@@ -62,7 +62,7 @@ class TorchCommunicator:
 
     def abort(self) -> None:
         if self._nccl is not None:
-            self._nccl.abort()  # gloo sees by itself that a peer is gone
+            self._nccl.abort()  # gloo sees by itself that the peer is gone for which it waits
 
     def close(self) -> None:
         """Free the groups' connections; CUDA graphs that use them must be gone by then."""

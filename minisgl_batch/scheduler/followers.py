@@ -154,12 +154,13 @@ class Followers:
         for child, at in self._heard.items():
             if time.monotonic() - at > SILENT_S:
                 self._fail(f"{child.name} hangs: silent for {SILENT_S:.0f} s")
-                child.send_signal(signal.SIGKILL)  # so that collectives between hosts end, too
 
     def _fail(self, message: str) -> None:
-        """The first one counts."""
+        """The first one counts, and ends the others: ranks that wait for each other don't see that a third is gone."""
         if self._failed.done():
             return
         self._failed.set_result(message)
         if self._links is not None:
             self._links.tp.abort()
+        for child in self._children:
+            child.send_signal(signal.SIGKILL)

@@ -129,11 +129,14 @@ def test_the_channel_of_ticks_has_no_limits(tmp_path: Path) -> None:
     receiver.close()
 
 
-def test_a_follower_that_dies_is_named_and_the_others_end() -> None:
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen by the others", "by none"])
+def test_a_follower_that_dies_is_named_and_the_others_end(is_seen: bool) -> None:
     with LLM("demo", dtype="float32", tp=4) as llm:
         pids = child_pids(llm)
         stream = llm.stream([MESSAGES] * 4, ENDLESS)
         next(stream)
+        if not is_seen:
+            os.kill(pids[0], signal.SIGSTOP)
         os.kill(pids[1], signal.SIGKILL)
         started = time.monotonic()
         with pytest.raises(WorkerError, match="rank 2 was killed by SIGKILL"):
