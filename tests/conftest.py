@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,10 @@ _INTERPRETER = "TRITON_INTERPRET"
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU, Triton's kernels run in its interpreter, which has to be asked for before they are imported.
     os.environ.setdefault(_INTERPRETER, "1")
+
+
+# A shell's background jobs ignore it, and so would the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
